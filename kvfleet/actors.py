@@ -1,0 +1,274 @@
+"""kvfleet's two kinds of Ray actors, and the calls to them.
+
+Actors are named, detached, restarted without end and take no CPU. All errors of Ray are mapped here, once: to
+callers they are `KvFleetError` kinds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Generator
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing_extensions import override
+
+from kvfleet.attachment import DirectoryPort, ManagerPort
+from kvfleet.config import FleetConfig
+from kvfleet.core.directory import Applied, Delta, InventoryPage, NodeId, Run
+from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, KvFleetError, TierUnavailableError
+from kvfleet.node.directory import DirectoryService
+from kvfleet.node.manager import TierManager
+from kvfleet.node.messages import (
+    Attachment,
+    CommitReply,
+    CommitRequest,
+    LoadProgress,
+    LoadRequest,
+    ReserveReply,
+    ReserveRequest,
+)
+from kvfleet.node.publishing import DeltaReply, DirectoryLink
+from kvfleet.node.startup import NodePlace
+from kvfleet.node.transport import ObjectStoreTransport
+from kvfleet.node.windows import ByteBudget
+
+__all__ = [
+    "DirectoryCalls",
+    "ManagerCalls",
+    "directory_actor",
+    "directory_namespace",
+    "find_manager",
+    "get_directory",
+    "get_manager",
+    "live_nodes",
+    "manager_actor",
+]
+
+T = TypeVar("T")
+_DIRECTORY = "directory"
+_CONCURRENCY = 256  # calls at once in an actor, streams included; more wait their turn
+_RESOLVE_TIMEOUT_S = 5.0
+_GRACE_S = 0.25  # what a call may take beyond the deadline it carries, for its answer to arrive
+
+
+def directory_namespace(fleet: str) -> str:
+    """The Ray namespace of a fleet's actors."""
+    return f"kvfleet-{fleet}"
+
+
+def live_nodes() -> frozenset[NodeId]:
+    """Ray node ids of all live nodes."""
+    return frozenset(NodeId(node["NodeID"]) for node in _nodes() if node["Alive"])
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return ray.nodes()  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _DirectoryActor(DirectoryService):
+    def __init__(self, config: FleetConfig) -> None:
+        super().__init__(config, live_nodes)
+
+
+class _ManagerActor(TierManager):
+    def __init__(self, config: FleetConfig) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        resources: dict[str, float] = next((node["Resources"] for node in _nodes() if node["NodeID"] == here), {})
+        place = NodePlace(
+            ray_node_id=here,
+            raylet_pid=os.getppid(),
+            object_store_bytes=int(resources.get("object_store_memory", 0)),
+            alive=lambda node: NodeId(node) in live_nodes(),
+        )
+        super().__init__(config, place, _DirectoryLink(config.name), partial(_transport, config))
+
+
+def _transport(config: FleetConfig, budget: ByteBudget) -> ObjectStoreTransport:
+    return ObjectStoreTransport(
+        partial(get_manager, config.name),
+        budget,
+        holder_timeout_s=config.holder_timeout_s,
+        windows_in_flight=config.windows_in_flight,
+    )
+
+
+def _remote(actor: type) -> Any:  # noqa: ANN401  Ray makes the class's methods at run time
+    return ray.remote(actor)
+
+
+def directory_actor(config: FleetConfig, near: str) -> ActorHandle[Any]:
+    """The fleet's directory, started if there is none: on node `near` while that lives, else anywhere."""
+    strategy = NodeAffinitySchedulingStrategy(near, soft=True)
+    options = _options(config.name, _DIRECTORY, strategy)
+    handle: ActorHandle[Any] = _remote(_DirectoryActor).options(**options).remote(config)
+    return handle
+
+
+def manager_actor(config: FleetConfig, node: str) -> ActorHandle[Any]:
+    """The manager of a Ray node, started if there is none."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = _options(config.name, _manager_name(node), strategy)
+    handle: ActorHandle[Any] = _remote(_ManagerActor).options(**options).remote(config)
+    return handle
+
+
+def _options(fleet: str, name: str, strategy: NodeAffinitySchedulingStrategy) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": directory_namespace(fleet),
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "max_concurrency": _CONCURRENCY,
+        "scheduling_strategy": strategy,
+    }
+
+
+def _manager_name(node: str) -> str:
+    return f"tier-manager-{node}"
+
+
+def get_manager(fleet: str, node: NodeId) -> ActorHandle[Any]:
+    """The handle of a running manager. ValueError: there is none."""
+    return ray.get_actor(_manager_name(node), namespace=directory_namespace(fleet))
+
+
+def find_manager(fleet: str, node: NodeId) -> ActorHandle[Any] | None:
+    """The handle of a manager, None if there is none."""
+    try:
+        return get_manager(fleet, node)
+    except ValueError:
+        return None
+
+
+def get_directory(fleet: str) -> ActorHandle[Any]:
+    """The handle of a running directory. ValueError: there is none."""
+    return ray.get_actor(_DIRECTORY, namespace=directory_namespace(fleet))
+
+
+class ManagerCalls(ManagerPort):
+    """A client's calls to the manager of its node, which it starts if need be."""
+
+    def __init__(self, config: FleetConfig, node: str) -> None:
+        self._config = config
+        self._node = node
+        self._handle: ActorHandle[Any] | None = None
+
+    @override
+    def attach(self, timeout_s: float) -> Attachment:
+        return self._call("attach", (), timeout_s)  # type: ignore[no-any-return]
+
+    @override
+    def reserve(self, request: ReserveRequest, timeout_s: float) -> ReserveReply:
+        return self._call("reserve", (request,), timeout_s)  # type: ignore[no-any-return]
+
+    @override
+    def commit(self, request: CommitRequest, timeout_s: float) -> CommitReply:
+        return self._call("commit", (request,), timeout_s)  # type: ignore[no-any-return]
+
+    @override
+    def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:
+        deadline = time.monotonic() + request.timeout_s + _GRACE_S
+        stream = None
+        try:
+            method = self._manager().load.options(num_returns="streaming", _generator_backpressure_num_objects=1)
+            stream = method.remote(request)
+            while True:
+                ready, _ = ray.wait([stream], timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+                if not ready:
+                    raise DeadlineExceededError("load", request.timeout_s)
+                ref = next(stream, None)
+                if ref is None:
+                    stream = None
+                    return
+                yield ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError as error:
+            raise DeadlineExceededError("load", request.timeout_s) from error
+        except (RayError, ValueError) as error:
+            self._handle = None
+            raise TierUnavailableError("dram", f"load: {_first_line(error)}") from error
+        finally:
+            if stream is not None:
+                ray.cancel(stream)
+
+    def _manager(self) -> ActorHandle[Any]:
+        if self._handle is None:
+            self._handle = manager_actor(self._config, self._node)
+        return self._handle
+
+    def _call(self, name: str, args: tuple[object, ...], timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
+        try:
+            return ray.get(getattr(self._manager(), name).remote(*args), timeout=timeout_s + _GRACE_S)
+        except GetTimeoutError as error:
+            raise DeadlineExceededError(name, timeout_s) from error
+        except (RayError, ValueError) as error:
+            self._handle = None
+            raise TierUnavailableError("dram", f"{name}: {_first_line(error)}") from error
+
+
+class DirectoryCalls(DirectoryPort):
+    """A client's calls to the directory."""
+
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
+        self._handle: ActorHandle[Any] | None = None
+
+    @override
+    def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+        try:
+            if self._handle is None:
+                self._handle = get_directory(self._fleet)
+            runs: list[Run] = ray.get(self._handle.locate.remote(keys, shard, num_shards), timeout=timeout_s)
+        except (RayError, ValueError) as error:
+            self._handle = None
+            raise DirectoryUnavailableError(_first_line(error)) from error
+        return runs
+
+
+class _DirectoryLink(DirectoryLink):
+    """A manager's calls to the directory."""
+
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
+        self._handle: ActorHandle[Any] | None = None
+
+    @override
+    async def apply(self, delta: Delta, timeout_s: float) -> DeltaReply:
+        return await self._call("apply", delta, timeout_s)  # type: ignore[no-any-return]
+
+    @override
+    async def inventory(self, page: InventoryPage, timeout_s: float) -> Applied:
+        return await self._call("inventory", page, timeout_s)  # type: ignore[no-any-return]
+
+    @override
+    async def shared_among(self, records: bytes, timeout_s: float) -> bytes:
+        return await self._call("shared_among", records, timeout_s)  # type: ignore[no-any-return]
+
+    @override
+    async def listed(self, node: NodeId, timeout_s: float) -> None:
+        await self._call("listed", node, timeout_s)
+
+    async def _call(self, name: str, argument: object, timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
+        try:
+            if self._handle is None:
+                resolve = asyncio.to_thread(get_directory, self._fleet)
+                self._handle = await asyncio.wait_for(resolve, _RESOLVE_TIMEOUT_S)
+            return await asyncio.wait_for(getattr(self._handle, name).remote(argument), timeout_s)
+        except KvFleetError:
+            raise
+        except (RayError, ValueError, asyncio.TimeoutError) as error:
+            self._handle = None
+            raise DirectoryUnavailableError(f"{name}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

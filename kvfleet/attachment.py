@@ -1,0 +1,122 @@
+"""A client's hold on its node: the mapped arena, the client's own lock file, the ways to call.
+
+Attaching is one call to the local manager; after it, lookups and reads of local blocks need no other process. The
+mapping outlives the manager: while it is away or restarting, what is in the arena is still read.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Protocol
+
+from kvfleet.core.directory import Run
+from kvfleet.errors import ConfigError, KvFleetError, TierUnavailableError
+from kvfleet.node.arena import Arena, FileLock
+from kvfleet.node.messages import (
+    Attachment,
+    CommitReply,
+    CommitRequest,
+    LoadProgress,
+    LoadRequest,
+    ReserveReply,
+    ReserveRequest,
+)
+
+__all__ = ["AttachedNode", "DirectoryPort", "ManagerPort"]
+
+_RETRY_S = 1.0
+
+
+class ManagerPort(Protocol):
+    """Calls to the node's manager. Every call raises `KvFleetError` kinds only, within its time limit."""
+
+    def attach(self, timeout_s: float) -> Attachment:
+        """See `TierManager.attach`."""
+
+    def reserve(self, request: ReserveRequest, timeout_s: float) -> ReserveReply:
+        """See `TierManager.reserve`."""
+
+    def commit(self, request: CommitRequest, timeout_s: float) -> CommitReply:
+        """See `TierManager.commit`."""
+
+    def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:
+        """Steps of `TierManager.load`; closing it early stops the manager."""
+
+
+class DirectoryPort(Protocol):
+    """Calls to the directory, under the same terms."""
+
+    def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+        """See `Directory.locate`."""
+
+
+class AttachedNode:
+    """The arena of this node as one client sees it.
+
+    Threads: any. A new arena (the node was reset) is attached in place of the old one; views of the old one
+    stay valid memory.
+    """
+
+    def __init__(self, manager: ManagerPort) -> None:
+        self._manager = manager
+        self._lock = threading.Lock()
+        self._arena: Arena | None = None
+        self._retry_at = 0.0
+        self.client_id = secrets.randbits(63) | 1
+        self._client_lock: FileLock | None = None
+
+    @property
+    def arena(self) -> Arena | None:
+        """The mapped arena, or None before the first successful `attach`."""
+        return self._arena
+
+    def attach(self, timeout_s: float, *, again: bool = False) -> Arena:
+        """Map the node's arena, unless it is mapped already.
+
+        Args:
+            timeout_s: longest wait for the manager.
+            again: ask the manager even if an arena is mapped: it may be another one by now.
+
+        Raises:
+            ConfigError: the node has no arena, and why.
+            KvFleetError: the manager did not answer, or did not a moment ago.
+        """
+        with self._lock:
+            if self._arena is not None and not again:
+                return self._arena
+            if time.monotonic() < self._retry_at:
+                raise TierUnavailableError("dram", "the node's manager did not answer a moment ago")
+            try:
+                attachment = self._manager.attach(timeout_s)
+                if attachment.problem:
+                    raise ConfigError("dram_bytes", attachment.problem)
+                return self._map(attachment)
+            except KvFleetError:
+                self._retry_at = time.monotonic() + _RETRY_S
+                raise
+
+    def _map(self, attachment: Attachment) -> Arena:
+        if self._arena is not None and self._arena.arena_id == attachment.arena_id:
+            return self._arena
+        lock = FileLock(Path(attachment.clients_dir) / f"{self.client_id:016x}")
+        if not lock.acquire():
+            raise TierUnavailableError("dram", "this client's lock file is held by another process")
+        arena = Arena.attach(Path(attachment.arena_path), attachment.arena_id)
+        if self._client_lock is not None:
+            self._client_lock.release()
+        self._arena, self._client_lock = arena, lock
+        return arena
+
+    def close(self) -> None:
+        """Let go of the arena. Reserved slots go back to the node."""
+        with self._lock:
+            if self._client_lock is not None:
+                self._client_lock.release()
+                self._client_lock = None
+            if self._arena is not None:
+                self._arena.close()
+                self._arena = None

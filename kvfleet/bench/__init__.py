@@ -1,0 +1,1 @@
+"""What kvfleet costs on your machines, each figure beside the floor it stands on."""

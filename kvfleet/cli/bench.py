@@ -1,0 +1,112 @@
+"""`kvfleet bench`: what kvfleet costs here, beside what the machine can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kvfleet.cli.console import plain_errors
+
+if TYPE_CHECKING:
+    from kvfleet.bench.report import Row
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure throughput and latency, each beside its floor.", no_args_is_help=True)
+
+BlockTokens = Annotated[
+    list[int], typer.Option(min=1, help="Tokens in a block; 128 KiB of KV each. Repeat for several sizes.")
+]
+Blocks = Annotated[list[int], typer.Option(min=1, help="Blocks in a prompt. Repeat for several.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds that count, after two that do not.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")]
+RayAddress = Annotated[
+    str | None, typer.Option("--address", envvar="RAY_ADDRESS", help="Of a Ray cluster. Default: one is started.")
+]
+
+
+@app.command()
+def local(
+    block_tokens: BlockTokens = [16, 64, 256],  # noqa: B006  typer copies it
+    blocks: Blocks = [1, 16],  # noqa: B006
+    repeats: Repeats = 20,
+    json_file: JsonFile = None,
+    address: RayAddress = None,
+) -> None:
+    """Load a prefix from this node's arena; floor: memcpy."""
+    from kvfleet.bench import local as bench
+    from kvfleet.bench.workload import arena_bytes, running_fleet, spec_of
+
+    with plain_errors(), running_fleet(arena_bytes(spec_of(max(block_tokens)), max(blocks)), address) as fleet:
+        rows = [row for size, count in _sizes(block_tokens, blocks) for row in bench.rows(fleet, size, count, repeats)]
+        _tell("local", bench.MEASURES, rows, json_file)
+
+
+@app.command()
+def store(
+    block_tokens: BlockTokens = [16, 64, 256],  # noqa: B006
+    blocks: Blocks = [1, 16],  # noqa: B006
+    repeats: Repeats = 20,
+    json_file: JsonFile = None,
+    address: RayAddress = None,
+) -> None:
+    """Store new prompts; floor: memcpy."""
+    from kvfleet.bench import store as bench
+    from kvfleet.bench.workload import arena_bytes, running_fleet, spec_of
+
+    with plain_errors(), running_fleet(arena_bytes(spec_of(max(block_tokens)), max(blocks)), address) as fleet:
+        rows = [row for size, count in _sizes(block_tokens, blocks) for row in bench.rows(fleet, size, count, repeats)]
+        _tell("store", bench.MEASURES, rows, json_file)
+
+
+@app.command()
+def lookup(
+    blocks: Blocks = [32, 128, 512],  # noqa: B006
+    repeats: Repeats = 200,
+    json_file: JsonFile = None,
+    address: RayAddress = None,
+) -> None:
+    """Look up prompts of 256-token blocks; floor: SHA-256 of their ids."""
+    from kvfleet.bench import lookup as bench
+    from kvfleet.bench.workload import running_fleet
+    from kvfleet.config import MIB
+
+    with plain_errors(), running_fleet(256 * MIB, address) as fleet:
+        rows = [row for count in blocks for row in bench.rows(fleet, count, repeats)]
+        _tell("lookup", bench.MEASURES, rows, json_file)
+
+
+@app.command()
+def peer(
+    block_tokens: BlockTokens = [16, 64, 256],  # noqa: B006
+    blocks: Blocks = [8],  # noqa: B006
+    repeats: Repeats = 10,
+    json_file: JsonFile = None,
+    address: RayAddress = None,
+) -> None:
+    """Load a prefix from another node (by default between two raylets on this machine); floor: the object store."""
+    from kvfleet.bench import peer as bench
+    from kvfleet.bench.workload import arena_bytes, running_fleet, spec_of
+
+    dram_bytes = arena_bytes(spec_of(max(block_tokens)), max(blocks))
+    with plain_errors(), bench.two_nodes(address) as pair, running_fleet(dram_bytes, None) as fleet:
+        rows = [
+            row for size, count in _sizes(block_tokens, blocks) for row in bench.rows(fleet, pair, size, count, repeats)
+        ]
+        _tell("peer", bench.MEASURES, rows, json_file)
+
+
+def _sizes(block_tokens: list[int], blocks: list[int]) -> list[tuple[int, int]]:
+    return [(size, count) for size in block_tokens for count in blocks]
+
+
+def _tell(bench: str, measures: str, rows: list[Row], json_file: Path | None) -> None:
+    from kvfleet.bench.report import Report, table, to_json
+
+    report = Report(bench, measures, tuple(rows))
+    Console().print(table(report))
+    if json_file is not None:
+        json_file.write_text(to_json(report) + "\n")

@@ -1,0 +1,52 @@
+"""What the subcommands share: options, sizes as text, errors as one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvfleet.errors import KvFleetError
+
+__all__ = ["Address", "Name", "parse_bytes", "plain_errors", "show_bytes"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+Name = Annotated[str, typer.Option(help="The fleet's name.")]
+Address = Annotated[
+    str, typer.Option(envvar="RAY_ADDRESS", help="Of the Ray cluster; `auto`: the one running on this machine.")
+]
+
+
+def parse_bytes(text: str) -> int:
+    """A size like `48GiB` or `1073741824`, in bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i)?B?", text)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no size; write one like 48GiB or 512MiB")
+    number, unit = found.groups()
+    return int(float(number) * 1024 ** (_UNITS.index(f"{unit}B") if unit else 0))
+
+
+def show_bytes(num_bytes: int) -> str:
+    """A size in the largest unit that leaves it at least 1."""
+    exponent = max(0, min(len(_UNITS) - 1, (num_bytes.bit_length() - 1) // 10))
+    return f"{num_bytes / 1024**exponent:.{1 if exponent else 0}f} {_UNITS[exponent]}"
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn what users can put right into one line and exit status 1."""
+    try:
+        yield
+    except KvFleetError as error:
+        problem = str(error)
+    except ConnectionError:
+        problem = "no Ray cluster is running here: start one with `ray start --head`, or give --address"
+    else:
+        return
+    Console(stderr=True).print(f"[red]kvfleet:[/red] {problem}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1)

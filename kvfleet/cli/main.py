@@ -1,0 +1,20 @@
+"""The `kvfleet` command: its subcommands."""
+
+from __future__ import annotations
+
+import typer
+
+from kvfleet.cli import bench, demo, status, up
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="One KV cache for a fleet of inference nodes, on Ray.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(up.up)
+app.command()(up.down)
+app.command()(status.status)
+app.command("demo")(demo.run)
+app.add_typer(bench.app, name="bench")

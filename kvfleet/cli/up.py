@@ -1,0 +1,51 @@
+"""`kvfleet up` and `kvfleet down`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvfleet.cli.console import Address, Name, parse_bytes, plain_errors
+from kvfleet.cli.status import nodes_table
+from kvfleet.config import FleetConfig
+
+__all__ = ["down", "up"]
+
+
+def up(
+    name: Name = "default",
+    address: Address = "auto",
+    dram_bytes: Annotated[
+        int | None,
+        typer.Option(parser=parse_bytes, metavar="SIZE", help="Of each node's arena, like 48GiB. Default: see README."),
+    ] = None,
+    arena_root: Annotated[str, typer.Option(help="Where arenas live.")] = FleetConfig().arena_root,
+    shared: Annotated[
+        str | None, typer.Option(metavar="URL", help="Of the shared tier, like s3://bucket/prefix.")
+    ] = None,
+) -> None:
+    """Start a fleet on every node of a running Ray cluster. Nodes that have their manager keep it."""
+    config = FleetConfig(name=name, dram_bytes=dram_bytes, arena_root=arena_root, shared_url=shared)
+    with plain_errors():
+        import kvfleet
+
+        fleet = kvfleet.start(config, address=address)
+        Console().print(nodes_table(fleet.up()))
+
+
+def down(
+    name: Name = "default",
+    address: Address = "auto",
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Longest time for saving blocks to the shared tier.")
+    ] = 60.0,
+) -> None:
+    """Stop a fleet: save what the shared tier lacks, end its actors, free its memory. Ray goes on."""
+    with plain_errors():
+        import kvfleet
+
+        unsaved = kvfleet.connect(name, address=address).stop(drain_timeout_s=drain_timeout)
+    if unsaved:
+        Console(stderr=True).print(f"{unsaved} blocks could not be saved in time")

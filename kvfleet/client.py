@@ -1,0 +1,231 @@
+"""What an engine process calls: look up a prefix, load it, store it.
+
+No fault of the cache reaches the caller: each becomes a shorter answer and a counted reason. Only mistakes of the
+caller (token ids that are none, a tensor of the wrong shape or dtype) raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfleet import copying
+from kvfleet.attachment import AttachedNode, DirectoryPort, ManagerPort
+from kvfleet.config import FleetConfig
+from kvfleet.core.block import KEY_BYTES, TokenIds
+from kvfleet.core.directory import Run
+from kvfleet.core.layout import ModelSpec
+from kvfleet.errors import KvFleetError, LayoutMismatchError
+from kvfleet.hits import ClientStats, Loaded, PrefixHit, merge_runs
+from kvfleet.node.arena import Arena
+from kvfleet.node.messages import Bytes, Miss, Namespace, Outcome
+from kvfleet.reading import Reading
+from kvfleet.storing import StoreJob, StoreTask, StoreWorker
+
+__all__ = ["Client", "PutBlock", "TakeBlock"]
+
+_log = logging.getLogger(__name__)
+
+Array: TypeAlias = npt.NDArray[Any]
+TakeBlock: TypeAlias = Callable[[int, Array], None]
+"""Called by `Client.load` with a block's index in the prefix and a read-only view of it, of the layout's shape, as
+unsigned integers of the dtype's width. It must copy: the memory is reused after it returns. What it was given may
+turn out to have changed meanwhile: then the block is not among those that `load` counts."""
+PutBlock: TypeAlias = Callable[[int, Array], None]
+"""Called by `Client.store` with a block's index in the prefix and a view to fill, of the same form."""
+
+
+class Client:
+    """One engine's door to the fleet, for one model and one tensor-parallel shard.
+
+    Threads: any. Forking: make clients after the fork.
+    Blocking: `lookup` at most `lookup_timeout_s`, twice that until the node is attached; `load` at most its deadline
+    plus one block's copy; `store` never.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, manager: ManagerPort, directory: DirectoryPort, config: FleetConfig, *, shard: int = 0
+    ) -> None:
+        if not 0 <= shard < spec.layout.num_shards:
+            raise LayoutMismatchError(f"a shard below {spec.layout.num_shards}", f"shard {shard}")
+        self.spec = spec
+        self.shard = shard
+        self._config = config
+        self._manager = manager
+        self._directory = directory
+        self._node = AttachedNode(manager)
+        self._namespace = Namespace(spec.namespace_id, spec.layout.to_json())
+        self._worker = StoreWorker(self._node, manager, config, spec.layout, self._namespace, shard)
+        self._stats = self._worker.stats
+        self._word = np.dtype(f"u{spec.layout.itemsize}")
+
+    def attach(self, timeout_s: float | None = None) -> None:
+        """Map the node's arena now instead of at the first use.
+
+        Raises:
+            ConfigError: the node cannot have an arena, and why.
+            KvFleetError: the manager did not answer in time.
+        """
+        self._stats.called("attach")
+        self._node.attach(self._config.attach_timeout_s if timeout_s is None else timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Finish queued stores within `timeout_s`, then let go of the node."""
+        if self._worker.close(timeout_s):
+            self._node.close()
+
+    def stats(self) -> ClientStats:
+        """Totals since this client was made."""
+        return self._stats.snapshot()
+
+    # lookup
+
+    def lookup(self, token_ids: TokenIds, *, extra: Mapping[int, bytes] | None = None) -> PrefixHit:
+        """The longest prefix of `token_ids`, in whole blocks, that the fleet says it holds.
+
+        No remote call if all of it is in this node's arena, else one to the directory.
+
+        Args:
+            token_ids: 1-D; a uint32 buffer is fastest (numpy, torch, array); lists work.
+            extra: block index → digest of what else that block depends on (images, ...).
+
+        Raises:
+            ValueError: the ids are no token ids.
+        """
+        return self.lookup_keys(self.spec.keys(token_ids, extra))
+
+    def lookup_keys(self, keys: bytes) -> PrefixHit:
+        """Like `lookup`, for an engine that has the packed keys of its blocks already."""
+        total = len(keys) // KEY_BYTES
+        arena, fault = self._arena()
+        local = self._local_blocks(arena, keys, total)
+        head = total if local.all() else int(local.argmin())
+        runs: list[Run] = []
+        if head < total:
+            self._stats.called("locate")
+            try:
+                runs = self._directory.locate(
+                    keys[head * KEY_BYTES :], self.shard, self.spec.layout.num_shards, self._config.lookup_timeout_s
+                )
+            except KvFleetError as error:
+                fault = Miss.DIRECTORY_UNAVAILABLE
+                _log.debug("lookup without directory: %s", error)
+        hit_runs = merge_runs(local, head, runs)
+        num_blocks = hit_runs[-1].stop if hit_runs else 0
+        hit = PrefixHit(num_blocks * self.spec.block_tokens, num_blocks, total, keys, hit_runs, fault)
+        self._stats.looked_up(hit)
+        return hit
+
+    def _arena(self) -> tuple[Arena | None, Miss | None]:
+        """The node's arena, attached if it can be within a lookup's time."""
+        if self._node.arena is None:
+            try:
+                self.attach(self._config.lookup_timeout_s)
+            except KvFleetError as error:
+                _log.warning("this node's arena cannot be used: %s", error)
+                return None, Miss.MANAGER_UNAVAILABLE
+        return self._node.arena, None
+
+    def _local_blocks(self, arena: Arena | None, keys: bytes, total: int) -> npt.NDArray[np.bool_]:
+        """Which blocks are whole in this node's arena: all shards of them."""
+        here = np.full(total, arena is not None)
+        if arena is not None:
+            for shard in range(self.spec.layout.num_shards):
+                here &= arena.records.find(keys, shard).slots >= 0
+        return here
+
+    # load
+
+    def load(self, hit: PrefixHit, into: object, timeout_s: float | None = None) -> Loaded:
+        """Copy the blocks of a hit into the engine's memory, first blocks first.
+
+        Blocks in the local arena cost no remote call; if others are among them, one call to the local manager
+        brings those. Stops at the first block that does not come.
+
+        Args:
+            hit: from `lookup`.
+            into: a CPU tensor or array of the layout's shape, with a token axis of at least `hit.num_tokens`, any
+                strides; or a `TakeBlock` function.
+            timeout_s: deadline; default `load_timeout_s`.
+
+        Returns:
+            The number of tokens loaded, from the first on. Memory behind them may have been written to.
+
+        Raises:
+            LayoutMismatchError: `into` has another shape or dtype. Nothing was written.
+        """
+        take = self._take(into, hit.num_blocks)
+        deadline = time.monotonic() + (self._config.load_timeout_s if timeout_s is None else timeout_s)
+        outcomes: list[Outcome] = []
+        if hit.num_blocks:
+            arena, fault = self._arena()
+            outcomes = [fault] if fault is not None else []
+            if arena is not None:
+                reading = Reading(arena, hit, self.shard, take, deadline)
+                reading.local()
+                if not reading.complete:
+                    self._stats.called("load")
+                    reading.rest(self._manager, self._namespace, self.spec.layout.block_bytes)
+                outcomes = reading.outcomes
+        outcomes += [Miss.BEHIND_MISS] * (hit.num_blocks - len(outcomes))
+        loaded = Loaded.of(outcomes, self.spec.layout)
+        self._stats.loaded(loaded)
+        return loaded
+
+    def _take(self, into: object, num_blocks: int) -> Callable[[int, Bytes], None]:
+        layout = self.spec.layout
+        if callable(into):
+            user: TakeBlock = into
+            return lambda index, slot: user(index, slot.view(self._word).reshape(layout.shape))
+        target = self._checked(into, num_blocks)
+        return lambda index, slot: copying.copy_out(copying.block_slice(target, layout, index), slot)
+
+    def _checked(self, tensor: object, num_blocks: int) -> Array:
+        array = copying.as_array(tensor)
+        copying.check_fits(array, tensor, self.spec.layout, num_blocks)
+        return array
+
+    # store
+
+    def store(
+        self, token_ids: TokenIds, kv: object, *, start_block: int = 0, extra: Mapping[int, bytes] | None = None
+    ) -> StoreTask:
+        """Put the whole blocks of a prefix into the cache, in the background.
+
+        Args:
+            token_ids: of the prefix from its first token on.
+            kv: a CPU tensor or array of the layout's shape whose token axis covers the whole blocks from
+                `start_block` on; or a `PutBlock` function. Must stay unchanged until the task is done.
+            start_block: the first block to store; earlier ones only name the prefix.
+            extra: as in `lookup`.
+
+        Returns:
+            A task; `task.wait()` returns when the blocks can be found by the whole fleet.
+
+        Raises:
+            LayoutMismatchError: `kv` has another shape or dtype than the client's model.
+        """
+        return self.store_keys(self.spec.keys(token_ids, extra), kv, start_block=start_block)
+
+    def store_keys(self, keys: bytes, kv: object, *, start_block: int = 0) -> StoreTask:
+        """Like `store`, for an engine that has the packed keys of its blocks already."""
+        num_blocks = max(0, len(keys) // KEY_BYTES - start_block)
+        return self._worker.submit(StoreJob(keys, start_block, num_blocks, self._fill(kv, num_blocks, start_block)))
+
+    def _fill(self, kv: object, num_blocks: int, start_block: int) -> Callable[[int, Bytes], int]:
+        layout = self.spec.layout
+        if callable(kv):
+            user: PutBlock = kv
+
+            def fill(index: int, slot: Bytes) -> int:
+                user(index, slot.view(self._word).reshape(layout.shape))
+                return copying.checksum(slot)
+
+            return fill
+        source = self._checked(kv, num_blocks)
+        return lambda index, slot: copying.copy_in(slot, copying.block_slice(source, layout, index - start_block))

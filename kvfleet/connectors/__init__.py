@@ -1,0 +1,1 @@
+"""One module an engine: translation between its KV and kvfleet, nothing more."""

@@ -1,0 +1,1 @@
+"""Pure, deterministic parts: no Ray, threads, files or clock of their own."""

@@ -1,0 +1,129 @@
+"""What the placement of a node is asked, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvfleet.core.block import BlockKey
+
+__all__ = ["Admission", "Counters", "Evicted", "Grant", "NewBlock", "Restored", "Transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    """A record that wants in; `parent` is None for the first block of a prefix."""
+
+    key: BlockKey
+    shard: int
+    parent: BlockKey | None
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A slot for the block at `index` of those asked for."""
+
+    index: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A record that left its slot."""
+
+    key: BlockKey
+    shard: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A copy from a slot to the tier below that is to be made, and then told by `complete`.
+
+    The block stays where it is and readable. The copier checks the slot's generation after it has read it, as any
+    reader does.
+
+    Attributes:
+        kind: "save" is write-behind; "demote" is urgent: an admission waits for the room.
+        key: of the block.
+        shard: of the record.
+        slot: to read.
+        num_bytes: of the block.
+        serial: tells transfers of one record apart.
+    """
+
+    kind: Literal["save", "demote"]
+    key: BlockKey
+    shard: int
+    slot: int
+    num_bytes: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What became of blocks that wanted in. All indexes are of the blocks asked for, ascending.
+
+    Attributes:
+        grants: slots to write, then to `commit` or `abort`.
+        already: blocks that are here, or are being written.
+        refused: no room now. The same blocks may be asked for again once the transfers are completed. If there
+            are none, room can only come with a commit, abort, release or the end of another's transfer.
+        transfers: to be done so that the refused find room.
+        evicted: gone. Their generations must be bumped before a granted slot is written.
+    """
+
+    grants: list[Grant] = field(default_factory=list)
+    already: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    evicted: list[Evicted] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A record found in the arena by a new manager.
+
+    Attributes:
+        slot: its number.
+        key: of the block.
+        shard: of the record.
+        parent_fingerprint: first 4 bytes of the parent's key as little-endian integer; 0 for none.
+        depth: index of the block in its prefix.
+        num_bytes: of the block.
+        last_access: seconds.
+        committed: False if a writer that lives is still at it.
+    """
+
+    slot: int
+    key: BlockKey
+    shard: int
+    parent_fingerprint: int
+    depth: int
+    num_bytes: int
+    last_access: float
+    committed: bool
+
+
+@dataclass(slots=True)
+class Counters:
+    """Records since the start.
+
+    Attributes:
+        admitted: got a slot.
+        refused: found no room, counted each time they were asked for.
+        evicted: left to make room.
+        dropped_unsaved: of those evicted, left without a copy below.
+        demoted: were copied below because room was needed.
+        saved: were copied below by write-behind.
+        transfers_failed: copies below that failed.
+    """
+
+    admitted: int = 0
+    refused: int = 0
+    evicted: int = 0
+    dropped_unsaved: int = 0
+    demoted: int = 0
+    saved: int = 0
+    transfers_failed: int = 0

@@ -1,0 +1,88 @@
+"""How a node tells the directory what it holds.
+
+A *record* is a key and a shard, 18 bytes packed: the key, then the shard as little-endian uint16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+
+__all__ = ["RECORD_BYTES", "Delta", "Digest", "InventoryPage", "NodeId", "split_records"]
+
+NodeId = NewType("NodeId", str)
+
+RECORD_BYTES = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A fingerprint of a set of records.
+
+    Attributes:
+        count: of records.
+        xor: of all records, 18 bytes.
+    """
+
+    count: int
+    xor: bytes
+
+    @classmethod
+    def of(cls, records: bytes) -> Digest:
+        """Digest of distinct packed records."""
+        table = np.frombuffer(records, np.uint8).reshape(-1, RECORD_BYTES)
+        return cls(len(table), np.bitwise_xor.reduce(table, axis=0).tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What changed at a node since the delta before, net: no record is both added and removed.
+
+    Attributes:
+        node: the sender.
+        epoch: of its manager; grows with each start.
+        seq: one more than that of the delta or inventory before.
+        added: packed records the node holds now.
+        removed: packed records it no longer holds.
+        shared_added: packed records of which the shared tier has a copy, whoever wrote it.
+        shared_removed: packed records whose shared copy is gone or bad, for everyone.
+        digest: of all the node's records after this delta, or None.
+    """
+
+    node: NodeId
+    epoch: int
+    seq: int
+    added: bytes = b""
+    removed: bytes = b""
+    shared_added: bytes = b""
+    shared_removed: bytes = b""
+    digest: Digest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryPage:
+    """A part of all the records a node holds. Pages come in order; the last one puts the inventory into effect.
+
+    Attributes:
+        node: the sender.
+        epoch: of its manager.
+        seq: state the inventory shows; the next delta has `seq + 1`. The same in all pages.
+        page: number, from 0.
+        last: no page follows.
+        records: packed, distinct over all pages.
+    """
+
+    node: NodeId
+    epoch: int
+    seq: int
+    page: int
+    last: bool
+    records: bytes
+
+
+def split_records(packed: bytes) -> list[bytes]:
+    """The packed records one by one."""
+    assert len(packed) % RECORD_BYTES == 0, "packed records are 18 bytes each"
+    return [packed[i : i + RECORD_BYTES] for i in range(0, len(packed), RECORD_BYTES)]

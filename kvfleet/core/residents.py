@@ -1,0 +1,182 @@
+"""The books of one node's blocks: which record is in which slot, in which state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfleet.core.admission import NewBlock
+from kvfleet.core.block import BlockKey
+from kvfleet.core.policies.base import Policy
+from kvfleet.core.slabs import SlabMap
+
+__all__ = ["Block", "Record", "Residents"]
+
+_COLDER_BY_DEPTH_S = 1e-6
+
+
+@dataclass(slots=True)
+class Record:
+    """One shard of a block, in its slot.
+
+    Attributes:
+        slot: its number.
+        committed: False while it is being written.
+        saved: the tier below has a copy.
+        given_up: it could not be copied below when its room was needed; it may go without.
+        failures: write-behind copies that failed since the last that did not.
+        transfer: serial of the transfer that reads the slot, or 0.
+    """
+
+    slot: int
+    committed: bool = False
+    saved: bool = False
+    given_up: bool = False
+    failures: int = 0
+    transfer: int = 0
+
+
+@dataclass(slots=True)
+class Block:
+    """All records of one key.
+
+    Attributes:
+        num_bytes: of each record.
+        size: of their slots.
+        depth: how many ancestors it has here, or had when an earlier manager admitted it.
+        records: by shard.
+        busy: how many of them are being written or transferred. A busy block stays.
+    """
+
+    num_bytes: int
+    size: int
+    depth: int
+    records: dict[int, Record] = field(default_factory=dict)
+    busy: int = 0
+
+
+class Residents:
+    """Blocks by key, with a policy for each slot size, since a block only makes room for its own size.
+
+    Blocks of one prefix have one size, so that a policy sees whole prefixes.
+    """
+
+    def __init__(self, slabs: SlabMap, policy: Callable[[], Policy]) -> None:
+        self.blocks: dict[BlockKey, Block] = {}
+        self.num_records = 0
+        self.last_used = np.full(slabs.num_slots, -np.inf)  # by slot, seconds; -inf: not taken
+        self._depths = np.zeros(slabs.num_slots)
+        self._keys: list[BlockKey | None] = [None] * slabs.num_slots
+        self._slabs = slabs
+        self._new_policy = policy
+        self._policies: dict[int, Policy] = {}
+
+    def record(self, key: BlockKey, shard: int) -> Record | None:
+        """The record, in whatever state."""
+        block = self.blocks.get(key)
+        return None if block is None else block.records.get(shard)
+
+    def records(self) -> Iterator[tuple[BlockKey, int, Record]]:
+        """All records, in the order of their blocks' arrival."""
+        for key, block in self.blocks.items():
+            for shard, record in block.records.items():
+                yield key, shard, record
+
+    def key_at(self, slot: int) -> BlockKey | None:
+        """Whose slot it is; None for a free one."""
+        return self._keys[slot]
+
+    def heat(self) -> npt.NDArray[np.float64]:
+        """`last_used`, but of blocks used at once the deeper are a little colder: leaves go first."""
+        return self.last_used - _COLDER_BY_DEPTH_S * self._depths
+
+    def last_use(self, key: BlockKey) -> float:
+        """When a block was last used."""
+        return float(max(self.last_used[record.slot] for record in self.blocks[key].records.values()))
+
+    def policy(self, size: int) -> Policy | None:
+        """What decides among the blocks of a slot size; None if there are none."""
+        return self._policies.get(size)
+
+    def policy_of(self, key: BlockKey) -> Policy:
+        """What decides about a block that is here."""
+        return self._policies[self.blocks[key].size]
+
+    def fits(self, key: BlockKey, shard: int, num_bytes: int, slot: int) -> bool:
+        """Whether a taken slot can be that of a record."""
+        size = self._slabs.slot_bytes(slot)
+        block = self.blocks.get(key)
+        new = block is None or (block.size == size and shard not in block.records)
+        return new and num_bytes > 0 and self._slabs.slot_size(num_bytes) == size
+
+    def add(self, new: NewBlock, slot: int, now: float, depth: int | None = None) -> None:
+        """Enter a record that is being written to a slot; without a depth, one below its parent."""
+        size = self._slabs.slot_bytes(slot)
+        block = self.blocks.get(new.key)
+        if block is None:
+            above = self.blocks.get(new.parent) if new.parent is not None else None
+            below = 0 if above is None else above.depth + 1
+            block = self.blocks[new.key] = Block(new.num_bytes, size, below if depth is None else depth)
+            if size not in self._policies:
+                self._policies[size] = self._new_policy()
+            self._policies[size].insert(new.key, new.parent, now)
+        assert new.shard not in block.records, "record is new"
+        assert block.size == size, "all records of a block have one size"
+        block.records[new.shard] = Record(slot)
+        block.busy += 1
+        self.num_records += 1
+        self.last_used[slot] = now
+        self._depths[slot] = block.depth
+        self._keys[slot] = new.key
+
+    def remove(self, key: BlockKey, shard: int) -> Record:
+        """Take a record out and give its slot back."""
+        block = self.blocks[key]
+        record = block.records.pop(shard)
+        block.busy -= (not record.committed) + (record.transfer != 0)
+        self.num_records -= 1
+        self.last_used[record.slot] = -np.inf
+        self._keys[record.slot] = None
+        self._slabs.give(record.slot)
+        if not block.records:
+            del self.blocks[key]
+            policy = self._policies[block.size]
+            policy.remove(key)
+            if not len(policy):
+                del self._policies[block.size]
+        return record
+
+    def touch(self, key: BlockKey, now: float) -> None:
+        """Note a use of a block, if it is here."""
+        block = self.blocks.get(key)
+        if block is not None:
+            self._policies[block.size].touch(key, now)
+            for record in block.records.values():
+                self.last_used[record.slot] = max(now, self.last_used[record.slot])
+
+    def audit(self) -> list[str]:
+        """What does not add up; nothing, unless there is a bug."""
+        findings = self._slabs.audit()
+        used = 0
+        for key, shard, record in self.records():
+            block = self.blocks[key]
+            used += block.size
+            if self._keys[record.slot] != key or self._slabs.slot_bytes(record.slot) != block.size:
+                findings.append(f"{key.hex()}.{shard}: slot {record.slot} is not its own")
+            if key not in self._policies[block.size]:
+                findings.append(f"{key.hex()}: unknown to its policy")
+        for key, block in self.blocks.items():
+            busy = sum((not record.committed) + (record.transfer != 0) for record in block.records.values())
+            if busy != block.busy:
+                findings.append(f"{key.hex()}: {busy} records busy, {block.busy} counted")
+        taken = sum(key is not None for key in self._keys), int(np.sum(self.last_used > -np.inf))
+        if taken != (self.num_records, self.num_records) or used != self._slabs.used_bytes:
+            findings.append(
+                f"{self.num_records} records counted, slots {taken}; {used} bytes of {self._slabs.used_bytes}"
+            )
+        if sum(map(len, self._policies.values())) != len(self.blocks):
+            findings.append(f"policies know {sum(map(len, self._policies.values()))} of {len(self.blocks)} blocks")
+        return findings

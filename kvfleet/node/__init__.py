@@ -1,0 +1,1 @@
+"""What a node runs: arena, tiers, transport, manager."""

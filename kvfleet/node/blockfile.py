@@ -1,0 +1,191 @@
+"""One block as the bytes of one object in storage: an Arrow IPC stream that any Arrow tool opens.
+
+The stream holds one record batch with one column `block` of uint8, one row a byte, and what the block is in its
+schema metadata. In bytes::
+
+    schema message     8 + a    ffffffff, a as little-endian uint32, flatbuffer
+    batch message      8 + b    ffffffff, b, flatbuffer
+    body                        the block, padded with zeros to a multiple of 8
+    end of stream      8        ffffffff 00000000
+
+Reading parses the schema with Arrow, finds the body by the two lengths, and then compares everything: the header with
+the one expected, the length of the object, the checksum of the bytes. The batch's flatbuffer is for other readers; ours
+does not parse it, so no flipped bit in it can send Arrow outside of the object.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvfleet.errors import CorruptBlockError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["FORMAT_VERSION", "FRAME_BYTES_MAX", "BlockHeader", "decode", "encode", "read_header"]
+
+FORMAT_VERSION = 1
+FRAME_BYTES_MAX = 1 << 16  # the longest object is its block and this much around it
+
+_TIER = "shared"
+_COLUMN = "block"
+_PREFIX = "kvfleet."
+_LENGTH = struct.Struct("<II")
+_CONTINUATION = 0xFFFFFFFF
+_END = _LENGTH.pack(_CONTINUATION, 0)
+_DIGEST = re.compile(r"xxh3-64:([0-9a-f]{16})")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockHeader:
+    """What the bytes of an object are: all of it is known before the object is read.
+
+    Attributes:
+        namespace_id: 16 bytes, public.
+        layout_json: the block layout as canonical JSON.
+        key: 16 bytes.
+        shard: 0-based.
+        num_shards: of the block.
+        num_bytes: of this shard.
+        codec: how the bytes are coded; `raw` is as they are in the arena.
+        version: of this format.
+    """
+
+    namespace_id: bytes
+    layout_json: str
+    key: bytes
+    shard: int
+    num_shards: int
+    num_bytes: int
+    codec: str = "raw"
+    version: int = FORMAT_VERSION
+
+
+def encode(header: BlockHeader, data: Bytes, checksum: int) -> bytearray:
+    """Return the object of a block.
+
+    Args:
+        header: what `data` is.
+        data: `(header.num_bytes,)`, uint8, contiguous. Copied before it is verified, so what is returned stays right
+            even if the slot is given to another block meanwhile.
+        checksum: xxh3-64 of `data`.
+
+    Raises:
+        CorruptBlockError: `data` is not what `checksum` was made of.
+    """
+    import pyarrow as pa
+
+    assert data.dtype == np.uint8
+    assert data.shape == (header.num_bytes,)
+    schema = _schema(header, checksum)
+    batch = pa.record_batch([pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])], schema=schema)
+    target = bytearray(schema.serialize().size + pa.ipc.get_record_batch_size(batch) + len(_END))
+    with pa.FixedSizeBufferWriter(pa.py_buffer(target)) as sink, pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_batch(batch)
+    assert len(target) <= header.num_bytes + FRAME_BYTES_MAX
+    start, stop = _body(memoryview(target), header.num_bytes)
+    if xxhash.xxh3_64_intdigest(memoryview(target)[start:stop]) != checksum:
+        raise CorruptBlockError(_TIER, f"{header.key.hex()}: the arena's bytes do not have their checksum")
+    return target
+
+
+def decode(data: bytes | bytearray | memoryview, header: BlockHeader) -> tuple[Bytes, int]:
+    """Return the block in an object, verified, and its xxh3-64.
+
+    Args:
+        data: the whole object.
+        header: what it must be.
+
+    Returns:
+        `(header.num_bytes,)`, uint8, a view of `data`; and the checksum.
+
+    Raises:
+        CorruptBlockError: the object is shorter, longer, of another block, layout, codec or version, or its bytes do
+            not have their checksum.
+    """
+    found, checksum = read_header(data)
+    wrong = [field.name for field in fields(header) if getattr(found, field.name) != getattr(header, field.name)]
+    if wrong:
+        raise CorruptBlockError(_TIER, f"{header.key.hex()}: the object has another {', '.join(wrong)}")
+    view = memoryview(data)
+    start, stop = _body(view, header.num_bytes)
+    if xxhash.xxh3_64_intdigest(view[start:stop]) != checksum:
+        raise CorruptBlockError(_TIER, f"{header.key.hex()}: checksum mismatch")
+    return np.frombuffer(view[start:stop], np.uint8), checksum
+
+
+def read_header(data: bytes | bytearray | memoryview) -> tuple[BlockHeader, int]:
+    """Return what an object says it is, and the xxh3-64 it says its block has. The block is not verified.
+
+    Raises:
+        CorruptBlockError: `data` does not begin with the header of a block.
+    """
+    import pyarrow as pa
+
+    size = _message_bytes(memoryview(data), 0)
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(data).slice(0, size))
+        metadata = {name.decode(): value.decode() for name, value in (schema.metadata or {}).items()}
+        digest = _DIGEST.fullmatch(metadata[_PREFIX + "checksum"])
+        if digest is None or schema.names != [_COLUMN]:
+            raise ValueError("no xxh3-64, or other columns")
+        header = BlockHeader(
+            namespace_id=bytes.fromhex(metadata[_PREFIX + "namespace"]),
+            layout_json=metadata[_PREFIX + "layout"],
+            key=bytes.fromhex(metadata[_PREFIX + "key"]),
+            shard=int(metadata[_PREFIX + "shard"]),
+            num_shards=int(metadata[_PREFIX + "num_shards"]),
+            num_bytes=int(metadata[_PREFIX + "num_bytes"]),
+            codec=metadata[_PREFIX + "codec"],
+            version=int(metadata[_PREFIX + "version"]),
+        )
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise CorruptBlockError(_TIER, f"not a block's object: {error!r}") from error
+    return header, int(digest.group(1), 16)
+
+
+def _schema(header: BlockHeader, checksum: int) -> pa.Schema:
+    import pyarrow as pa
+
+    metadata = {
+        "version": str(header.version),
+        "namespace": header.namespace_id.hex(),
+        "layout": header.layout_json,
+        "key": header.key.hex(),
+        "shard": str(header.shard),
+        "num_shards": str(header.num_shards),
+        "num_bytes": str(header.num_bytes),
+        "codec": header.codec,
+        "checksum": f"xxh3-64:{checksum:016x}",
+    }
+    field = pa.field(_COLUMN, pa.uint8(), nullable=False)
+    return pa.schema([field], {_PREFIX + name: value for name, value in metadata.items()})
+
+
+def _message_bytes(data: memoryview, start: int) -> int:
+    """Size of the message at `start`, its prefix included."""
+    if len(data) < start + _LENGTH.size:
+        raise CorruptBlockError(_TIER, f"object of {len(data)} bytes is cut off")
+    mark, size = _LENGTH.unpack_from(data, start)
+    if mark != _CONTINUATION or size == 0 or len(data) < start + _LENGTH.size + size:
+        raise CorruptBlockError(_TIER, f"no Arrow message at byte {start} of {len(data)}")
+    return _LENGTH.size + int(size)
+
+
+def _body(data: memoryview, num_bytes: int) -> tuple[int, int]:
+    """Where the block is in an object; everything around it is verified."""
+    start = _message_bytes(data, 0)
+    start += _message_bytes(data, start)
+    tail = bytes(-num_bytes % 8) + _END
+    if data[start + num_bytes :] != tail:
+        raise CorruptBlockError(_TIER, f"object of {len(data)} bytes does not end with its block")
+    return start, start + num_bytes

@@ -1,0 +1,106 @@
+"""The fleet's directory as a service: the core's `Directory`, the shared listing's election, dead nodes out.
+
+Restarted, it is empty and serves at once; managers send their inventories when it does not know them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvfleet.config import FleetConfig
+from kvfleet.core.directory import Applied, Delta, Directory, DirectoryStats, InventoryPage, NodeId, Run
+from kvfleet.node.publishing import DeltaReply
+
+__all__ = ["DirectoryService", "DirectoryStatus"]
+
+_log = logging.getLogger(__name__)
+_LISTING_GRACE_S = 600.0  # a node that was asked to list and says nothing for so long is given up
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatus:
+    """The directory at a moment.
+
+    Attributes:
+        stats: sizes.
+        shared_listed: the shared tier was listed since this directory started (True without a shared tier).
+        lookups: calls of `locate`.
+    """
+
+    stats: DirectoryStats
+    shared_listed: bool
+    lookups: int
+
+
+class DirectoryService:
+    """Threads: one event loop, which must be running when it is made. Every method answers at once.
+
+    Args:
+        live_nodes: the nodes that Ray says are alive; may block, runs in a thread.
+    """
+
+    def __init__(self, config: FleetConfig, live_nodes: Callable[[], frozenset[NodeId]]) -> None:
+        self._config = config
+        self._live_nodes = live_nodes
+        self._directory = Directory(config.directory_keys_max)
+        self._listed = config.shared_url is None
+        self._lister: NodeId | None = None
+        self._lister_until = 0.0
+        self._lookups = 0
+        self._watch = asyncio.create_task(self._drop_dead_nodes())
+
+    async def config(self) -> FleetConfig:
+        """The settings the fleet was started with."""
+        return self._config
+
+    async def locate(self, keys: bytes, shard: int, num_shards: int) -> list[Run]:
+        """Who holds the blocks of a prefix, up to the first that nobody holds."""
+        self._lookups += 1
+        return self._directory.locate(keys, shard, num_shards)
+
+    async def shared_among(self, records: bytes) -> bytes:
+        """Those of some packed records that the shared tier is known to have."""
+        return self._directory.shared_among(records)
+
+    async def apply(self, delta: Delta) -> DeltaReply:
+        """A manager's changes."""
+        return DeltaReply(self._directory.apply(delta), self._choose_lister(delta.node))
+
+    async def inventory(self, page: InventoryPage) -> Applied:
+        """A page of what a manager holds."""
+        return self._directory.inventory(page)
+
+    async def listed(self, node: NodeId) -> None:
+        """A node has reported all of the shared tier."""
+        if node == self._lister:
+            self._lister, self._listed = None, True
+
+    async def status(self) -> DirectoryStatus:
+        """Sizes and progress."""
+        return DirectoryStatus(self._directory.stats(), self._listed, self._lookups)
+
+    def _choose_lister(self, node: NodeId) -> bool:
+        """Whether this node is to list the shared tier: one does, after each start of the directory."""
+        if self._listed or (self._lister is not None and time.monotonic() < self._lister_until):
+            return False
+        self._lister, self._lister_until = node, time.monotonic() + _LISTING_GRACE_S
+        return True
+
+    async def _drop_dead_nodes(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            try:
+                live = await asyncio.to_thread(self._live_nodes)
+            except Exception as error:  # noqa: BLE001  Ray's own control plane may be away for a while
+                _log.info("live nodes not known: %s", error)
+                continue
+            for node in self._directory.stats().nodes:
+                if node.node not in live:
+                    _log.info("node %s is gone", node.node)
+                    self._directory.drop_node(node.node)
+                    if node.node == self._lister:
+                        self._lister = None

@@ -1,0 +1,259 @@
+"""The DRAM tier of a node: the arena, its record table, and the placement that decides over them.
+
+`Placement` decides, this class carries its decisions out in shared memory in the one order that is safe: a block
+leaves the record table before its slot is given to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvfleet.core.block import BlockKey
+from kvfleet.core.directory import RECORD_BYTES, Digest
+from kvfleet.core.placement import Evicted, NewBlock, Placement, Restored, Transfer
+from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.slabs import SlabMap
+from kvfleet.node.arena import Arena
+from kvfleet.node.messages import Bytes
+from kvfleet.node.records import Record, key_fingerprint
+
+__all__ = ["DramTier", "Granted", "Incoming", "Reservation", "record_id"]
+
+_NS = 1e9
+
+
+def record_id(key: bytes, shard: int) -> bytes:
+    """A key and a shard as the directory names them: 18 bytes."""
+    return key + shard.to_bytes(RECORD_BYTES - len(key), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A block to reserve a slot for. `depth`: its index in its prefix."""
+
+    block: NewBlock
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A slot to be written: which of the asked-for blocks it is for, and where it is.
+
+    Attributes:
+        offset: in the arena file, bytes.
+    """
+
+    index: int
+    slot: int
+    generation: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Outcome of `DramTier.reserve`.
+
+    Attributes:
+        granted: slots to write, in order of the blocks.
+        already: indexes of blocks that are here or being written.
+        refused: indexes of blocks that get no room until `transfers` are done.
+        transfers: copies to the tier below that would make room.
+    """
+
+    granted: list[Granted]
+    already: list[int]
+    refused: list[int]
+    transfers: list[Transfer]
+
+
+class DramTier:
+    """Blocks in one arena.
+
+    Threads: all methods are called from one thread, the manager's event loop. Other processes read the arena at
+    any time.
+
+    Args:
+        now_ns: monotonic nanoseconds, the clock that readers store last accesses by.
+    """
+
+    def __init__(self, arena: Arena, *, lower_tier: bool, now_ns: Callable[[], int]) -> None:
+        self.arena = arena
+        self._records = arena.records
+        self._now_ns = now_ns
+        self._slabs = SlabMap(arena.capacity_bytes, arena.unit_bytes, self._records.num_records, self._persist_unit)
+        self.placement = Placement(self._slabs, LeafFirstLRU, lower_tier=lower_tier)
+        self._seen_access = np.zeros(self._records.num_records, np.uint64)
+        self._reserved: dict[int, dict[int, int]] = {}
+        self._changes: dict[bytes, bool] = {}
+        self._count = 0
+        self._xor = 0
+        self._recover()
+
+    def _persist_unit(self, unit: int, value: int) -> None:
+        self.arena.slab_table[unit] = value
+
+    def _recover(self) -> None:
+        """Take over what an earlier manager left: committed blocks, and slots whose writers may still be at work."""
+        self._records.recover()
+        live = {record.slot: record for record in self._records.live()}
+        base = self.arena.slots_offset
+        misfits = self._slabs.restore(self.arena.slab_table.tolist(), {s: r.offset - base for s, r in live.items()})
+        for slot in misfits:
+            self._records.free(slot)
+            del live[slot]
+        for slot in self.placement.restore(_restored(record) for record in live.values()):
+            self._records.free(slot)
+            del live[slot]
+        for record in live.values():
+            if record.committed:
+                self._changed(record.key, record.shard, present=True)
+            else:
+                self._reserved.setdefault(record.client_id, {})[record.slot] = record.generation
+        self._seen_access[:] = self._records.last_access
+
+    def view(self, slot: int, num_bytes: int) -> Bytes:
+        """The bytes of a slot, writable, shape `(num_bytes,)`."""
+        return self.arena.slot_view(self.arena.slots_offset + self._slabs.offset(slot), num_bytes)
+
+    def reserve(self, blocks: Sequence[Incoming], namespace: int, client_id: int) -> Reservation:
+        """Slots for blocks of one prefix, evicting what must go for them.
+
+        Args:
+            blocks: in order, all of the same size.
+            namespace: number of their namespace.
+            client_id: of the writer; 0 for the manager.
+        """
+        self._note_accesses()
+        admission = self.placement.admit([b.block for b in blocks], self._now_ns() / _NS)
+        self._gone(admission.evicted)
+        granted = []
+        for grant in admission.grants:
+            incoming = blocks[grant.index]
+            block, offset = incoming.block, self.arena.slots_offset + self._slabs.offset(grant.slot)
+            generation = self._records.reserve(
+                grant.slot,
+                key=block.key,
+                shard=block.shard,
+                parent_fingerprint=key_fingerprint(block.parent) if block.parent else 0,
+                depth=incoming.depth,
+                namespace=namespace,
+                offset=offset,
+                length=block.num_bytes,
+                client_id=client_id,
+            )
+            granted.append(Granted(grant.index, grant.slot, generation, offset))
+            if client_id:
+                self._reserved.setdefault(client_id, {})[grant.slot] = generation
+        return Reservation(granted, admission.already, admission.refused, admission.transfers)
+
+    def _note_accesses(self) -> None:
+        """Tell placement what readers did since the last time, oldest first."""
+        now = self._records.last_access.copy()
+        slots = np.flatnonzero(now != self._seen_access)
+        for slot in slots[np.argsort(now[slots], kind="stable")].tolist():
+            self.placement.touch_slot(slot, int(now[slot]) / _NS)
+        self._seen_access = now
+
+    def commit(self, slot: int, generation: int, checksum: int) -> bool:
+        """Make a written block visible. False: the slot is not, or no longer, this reservation's.
+
+        A block that is committed with this generation already counts as a success: commits may come twice.
+        """
+        record = self._records.record(slot)
+        if record.generation == generation + 1:
+            return True
+        if record.generation != generation or not self.placement.pending(BlockKey(record.key), record.shard):
+            return False
+        self._end_reservation(record)
+        now = self._now_ns()
+        if not self._records.commit(slot, generation, checksum, now):
+            self.placement.abort(BlockKey(record.key), record.shard)
+            return False
+        self._seen_access[slot] = now
+        self.placement.commit(BlockKey(record.key), record.shard, now / _NS)
+        self._changed(record.key, record.shard, present=True)
+        return True
+
+    def abort(self, slot: int, generation: int) -> None:
+        """Take back a slot that will not be written. Nothing happens if the reservation is gone already."""
+        record = self._records.record(slot)
+        if record.generation == generation and self.placement.pending(BlockKey(record.key), record.shard):
+            self._end_reservation(record)
+            self._records.free(slot)
+            self.placement.abort(BlockKey(record.key), record.shard)
+
+    def _end_reservation(self, record: Record) -> None:
+        slots = self._reserved.get(record.client_id, {})
+        slots.pop(record.slot, None)
+        if not slots:
+            self._reserved.pop(record.client_id, None)
+
+    @property
+    def writers(self) -> frozenset[int]:
+        """Clients that have slots reserved."""
+        return frozenset(self._reserved)
+
+    @property
+    def num_reserved(self) -> int:
+        """Slots that clients have reserved."""
+        return sum(map(len, self._reserved.values()))
+
+    def abort_all(self, client_id: int) -> int:
+        """Take back all that a client has reserved. Returns how many slots that were."""
+        slots = dict(self._reserved.get(client_id, {}))
+        for slot, generation in slots.items():
+            self.abort(slot, generation)
+        return len(slots)
+
+    def drop(self, key: BlockKey) -> int:
+        """Remove a block, all shards of it. Returns how many there were."""
+        evicted = self.placement.drop(key)
+        self._gone(evicted)
+        return len(evicted)
+
+    def _gone(self, evicted: Sequence[Evicted]) -> None:
+        for gone in evicted:
+            self._records.free(gone.slot)
+            self._changed(gone.key, gone.shard, present=False)
+
+    def _changed(self, key: bytes, shard: int, *, present: bool) -> None:
+        record = record_id(key, shard)
+        self._changes[record] = present
+        self._count += 1 if present else -1
+        self._xor ^= int.from_bytes(record, "little")
+
+    # Holdings
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Records that came (True) or went (False) since the last call."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def snapshot(self) -> list[bytes]:
+        """All records that can be read now. Changes up to now are in it and are not reported again."""
+        self._changes = {}
+        return [record_id(held.key, held.shard) for held in self.placement.records()]
+
+    def saved(self) -> list[bytes]:
+        """Those of them that the shared tier has."""
+        return [record_id(key, shard) for key, shard in self.placement.saved_records()]
+
+    def digest(self) -> Digest:
+        """Count and xor of all records that can be read now."""
+        return Digest(self._count, self._xor.to_bytes(RECORD_BYTES, "little"))
+
+
+def _restored(record: Record) -> Restored:
+    return Restored(
+        slot=record.slot,
+        key=BlockKey(record.key),
+        shard=record.shard,
+        parent_fingerprint=record.parent_fingerprint,
+        depth=record.depth,
+        num_bytes=record.length,
+        last_access=record.last_access / _NS,
+        committed=record.committed,
+    )

@@ -1,0 +1,183 @@
+"""Where arriving blocks go: slots reserved one by one, filled, verified, made visible.
+
+A slot is given back only when no thread of ours can write to it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+
+from kvfleet.core.block import BlockKey, split
+from kvfleet.core.placement import NewBlock
+from kvfleet.errors import CorruptBlockError, DeadlineExceededError
+from kvfleet.node.admission import Admitter
+from kvfleet.node.dram import DramTier, Granted, Incoming
+from kvfleet.node.messages import Bytes, LoadRequest, Window, WindowPart
+
+__all__ = ["BlockSlots", "land", "settle"]
+
+_PIECE_BYTES = 256 << 10  # copied, then hashed while still in the cache
+
+T = TypeVar("T")
+
+
+async def settle(executor: Executor | None, work: Callable[[], T]) -> T:
+    """Run blocking work in a thread; if we are cancelled meanwhile, still wait until the thread is done with it."""
+    job = asyncio.get_running_loop().run_in_executor(executor, work)
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        await asyncio.wait({job})
+        raise
+
+
+class BlockSlots:
+    """Slots for the blocks of one load. Indexes count from the first block of the request."""
+
+    def __init__(self, dram: DramTier, admitter: Admitter, request: LoadRequest, namespace: int) -> None:
+        self.dram = dram
+        self.request = request
+        self.keys = split(request.keys)
+        self.deadline = time.monotonic() + request.timeout_s
+        self._admitter = admitter
+        self._namespace = namespace
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def resident(self, index: int) -> bool:
+        """Whether a block can be read from the arena now."""
+        return self.dram.placement.resident(self.keys[index], self.request.shard) is not None
+
+    async def reserve(self, index: int, *, patient: bool) -> Granted | None:
+        """A slot for a block; None if there is one with it already, or being written.
+
+        Args:
+            index: of the block.
+            patient: wait until others let go of their blocks.
+
+        Raises:
+            DeadlineExceededError: no room in time; without patience, no room now.
+        """
+        request = self.request
+        parent = self.keys[index - 1] if index else BlockKey(request.parent) if request.parent else None
+        block = NewBlock(self.keys[index], request.shard, parent, request.num_bytes)
+        got = await self._admitter.reserve(
+            [Incoming(block, request.depth + index)], self._namespace, 0, self.left_s, patient=patient
+        )
+        if got.refused:
+            raise DeadlineExceededError("room in the arena", request.timeout_s)
+        return got.granted[0] if got.granted else None
+
+    def view(self, granted: Granted) -> Bytes:
+        """The memory of a granted slot."""
+        return self.dram.view(granted.slot, self.request.num_bytes)
+
+    def commit(self, granted: Granted, checksum: int) -> bool:
+        """Make a written block visible. False: it could not be."""
+        committed = self.dram.commit(granted.slot, granted.generation, checksum)
+        self._admitter.freed()
+        return committed
+
+    def abort(self, granted: Granted) -> None:
+        """Give an unwritten slot back."""
+        self.dram.abort(granted.slot, granted.generation)
+        self._admitter.freed()
+
+
+class _Filling:
+    """A block whose bytes are arriving."""
+
+    def __init__(self, index: int, granted: Granted | None, view: Bytes | None) -> None:
+        self.index = index
+        self.granted = granted
+        self.view = view
+        self.hasher = xxhash.xxh3_64()
+        self.num_bytes = 0
+
+    def take(self, part: WindowPart) -> None:
+        """Copy a part in and hash it. Without a slot (the block is here already) the part is passed over."""
+        assert part.start == self.num_bytes, "parts come in order, without gaps"
+        self.num_bytes += len(part.data)
+        if self.view is None:
+            return
+        target = self.view[part.start : part.start + len(part.data)]
+        for start in range(0, len(target), _PIECE_BYTES):
+            piece = target[start : start + _PIECE_BYTES]
+            np.copyto(piece, part.data[start : start + _PIECE_BYTES])
+            self.hasher.update(piece.data)
+
+
+async def land(
+    windows: AsyncIterator[Window], slots: BlockSlots, first: int, executor: Executor
+) -> AsyncGenerator[int, None]:
+    """Put arriving windows into slots.
+
+    Args:
+        windows: of blocks from `first` on, as the transport brings them.
+        slots: of the load.
+        first: index of the first block in the windows.
+        executor: runs the copies.
+
+    Yields:
+        The index of each block when it is verified and visible, in order.
+
+    Raises:
+        CorruptBlockError: the bytes of a block, or their order, are not what the holder announced.
+        DeadlineExceededError: no room in time.
+    """
+    filling: _Filling | None = None
+    try:
+        async for window in windows:
+            steps: list[tuple[_Filling, WindowPart]] = []
+            for part in window.parts:
+                _check(part, slots, first, filling)
+                if part.start == 0:
+                    granted = await slots.reserve(first + part.index, patient=True)
+                    filling = _Filling(first + part.index, granted, slots.view(granted) if granted else None)
+                assert filling is not None
+                steps.append((filling, part))
+                if part.start + len(part.data) < part.num_bytes:
+                    continue
+                await settle(executor, lambda steps=steps: _take_all(steps))  # type: ignore[misc]
+                steps = []
+                done, filling = filling, None
+                _finish(done, part, slots)
+                yield done.index
+            await settle(executor, lambda steps=steps: _take_all(steps))  # type: ignore[misc]
+            del window, steps
+    finally:
+        if filling is not None and filling.granted is not None:
+            slots.abort(filling.granted)
+
+
+def _take_all(steps: list[tuple[_Filling, WindowPart]]) -> None:
+    for filling, part in steps:
+        filling.take(part)
+
+
+def _check(part: WindowPart, slots: BlockSlots, first: int, filling: _Filling | None) -> None:
+    expected_index = filling.index - first if filling else part.index
+    expected_start = filling.num_bytes if filling else 0
+    fits = part.num_bytes == slots.request.num_bytes and part.start + len(part.data) <= part.num_bytes
+    known = first + part.index < len(slots.keys)
+    if part.index != expected_index or part.start != expected_start or not fits or not known:
+        raise CorruptBlockError("peer", f"part {part.index}+{part.start} of {part.num_bytes} bytes is out of place")
+
+
+def _finish(filling: _Filling, part: WindowPart, slots: BlockSlots) -> None:
+    if filling.granted is None:
+        return
+    if filling.hasher.intdigest() != part.checksum:
+        slots.abort(filling.granted)
+        raise CorruptBlockError("peer", f"block {slots.keys[filling.index].hex()} has another checksum")
+    slots.commit(filling.granted, part.checksum)

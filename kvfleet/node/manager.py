@@ -1,0 +1,360 @@
+"""`TierManager`: one a node. Owns the arena, carries out what placement decides, talks to the rest of the fleet.
+
+It runs as an actor, but is a plain class. The work is in the parts it puts together: `DramTier` (the arena),
+`Loader` and `Server` (blocks from and to other nodes), `Saver` (the shared tier), `Publisher` (the directory).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from kvfleet.config import MIB, FleetConfig
+from kvfleet.core.block import BlockKey, split
+from kvfleet.core.placement import NewBlock
+from kvfleet.errors import KvFleetError, TierUnavailableError
+from kvfleet.node.admission import Admitter
+from kvfleet.node.arenadir import CLIENTS_DIR, FileLock, NodeFile
+from kvfleet.node.dram import DramTier, Incoming
+from kvfleet.node.loading import Loader
+from kvfleet.node.messages import (
+    Attachment,
+    CommitReply,
+    CommitRequest,
+    FetchRequest,
+    LoadProgress,
+    LoadRequest,
+    ReserveReply,
+    ReserveRequest,
+    Window,
+)
+from kvfleet.node.namespaces import Namespaces
+from kvfleet.node.publishing import DirectoryLink, Publisher
+from kvfleet.node.saving import Saver
+from kvfleet.node.serving import Server
+from kvfleet.node.shared import SharedTier
+from kvfleet.node.startup import NodeHome, NodePlace, open_home, remove_home
+from kvfleet.node.transport import Transport
+from kvfleet.node.windows import ByteBudget
+
+__all__ = ["NodeStatus", "TierManager"]
+
+_log = logging.getLogger(__name__)
+_CLIENT_FILE_AGE_S = 60.0
+_PAUSE_MAX_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node at a moment.
+
+    Attributes:
+        node_id: Ray's.
+        epoch: of its manager: how often it has started.
+        problem: why the node has no arena, or "".
+        used_bytes: of slots that hold or await a block; never above `capacity_bytes`.
+        reserved_blocks: being written.
+        unsaved_blocks: not in the shared tier yet.
+        evicted_blocks: left since the manager started; `lost_blocks` of them without a copy in the shared tier.
+        loaded_blocks: brought for clients, by outcome.
+        loaded_bytes: by source.
+        sent_bytes: to other nodes.
+        shared_problem: why the shared tier's last answer was an error, or "".
+        saved_blocks: written to the shared tier; `save_failures` attempts failed.
+        resyncs: full inventories sent to the directory.
+        audit: what is wrong with the books; empty if all is well.
+    """
+
+    node_id: str
+    epoch: int
+    problem: str
+    capacity_bytes: int = 0
+    populated_bytes: int = 0
+    used_bytes: int = 0
+    blocks: int = 0
+    reserved_blocks: int = 0
+    unsaved_blocks: int = 0
+    evicted_blocks: int = 0
+    lost_blocks: int = 0
+    loaded_blocks: dict[str, int] | None = None
+    loaded_bytes: dict[str, int] | None = None
+    sent_bytes: int = 0
+    shared_problem: str = ""
+    saved_blocks: int = 0
+    save_failures: int = 0
+    resyncs: int = 0
+    audit: tuple[str, ...] = ()
+
+
+class TierManager:
+    """The manager of one node.
+
+    Constructing it never raises: without an arena it says why in `attach` and `status`.
+
+    Threads: one event loop, which must be running when it is made. Blocking work runs in threads.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        place: NodePlace,
+        link: DirectoryLink,
+        make_transport: Callable[[ByteBudget], Transport],
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._problem = ""
+        self._node: _Node | None = None
+        try:
+            self._node = _Node(config, place, open_home(config, place), link, make_transport)
+        except KvFleetError as error:
+            self._problem = str(error)
+        except Exception as error:  # noqa: BLE001  an actor whose constructor fails on a restart is dead for good
+            _log.exception("no arena on this node")
+            self._problem = f"unexpected: {error!r}"
+
+    def _parts(self) -> _Node:
+        if self._node is None:
+            raise TierUnavailableError("dram", self._problem)
+        return self._node
+
+    async def attach(self) -> Attachment:
+        """What a client needs to use this node."""
+        if self._node is None:
+            return Attachment("", 0, "", b"", "", self._problem)
+        home = self._node.home
+        return Attachment(
+            home.node_id, home.epoch, str(home.arena.path), home.arena.arena_id, str(home.directory / CLIENTS_DIR)
+        )
+
+    async def reserve(self, request: ReserveRequest) -> ReserveReply:
+        """Slots for blocks a client wants to store."""
+        return await self._parts().reserve(request)
+
+    async def commit(self, request: CommitRequest) -> CommitReply:
+        """Make written slots visible, here and in the directory."""
+        return await self._parts().commit(request)
+
+    async def load(self, request: LoadRequest) -> AsyncIterator[LoadProgress]:
+        """Bring blocks into the arena."""
+        async for progress in self._parts().loader.load(request):
+            yield progress
+
+    async def fetch(self, request: FetchRequest) -> AsyncIterator[Window]:
+        """Send blocks to another node."""
+        async for window in self._parts().server.fetch(request):
+            yield window
+
+    async def status(self) -> NodeStatus:
+        """How this node is doing."""
+        if self._node is None:
+            return NodeStatus(self._place.ray_node_id, 0, self._problem)
+        return self._node.status()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Save what is unsaved, for at most `timeout_s`. Returns how many blocks are left unsaved."""
+        return await self._parts().saver.drain(timeout_s) if self._node is not None else 0
+
+    async def shutdown(self) -> None:
+        """Stop the background work and remove the arena. Clients that have it mapped can still read it."""
+        if self._node is not None:
+            node, self._node = self._node, None
+            self._problem = "the node's manager was shut down"
+            await node.shutdown()
+
+
+class _Node:
+    """The parts of a manager that has an arena."""
+
+    def __init__(
+        self, config: FleetConfig, place: NodePlace, home: NodeHome, link: DirectoryLink,
+        make_transport: Callable[[ByteBudget], Transport],
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.home = home
+        # In and out have a budget each: with one for both, two nodes that read from each other could wait forever.
+        half = max(MIB, int(place.object_store_bytes * config.object_store_fraction) // 2)
+        self._threads = ThreadPoolExecutor(2 + config.load_inflight_max, "kvfleet")
+        self.shared = None
+        if config.shared_url is not None:
+            self.shared = SharedTier(config.shared_url, config.shared_options, config.shared_timeout_s)
+        self.dram = DramTier(home.arena, lower_tier=self.shared is not None, now_ns=time.monotonic_ns)
+        self._namespaces = Namespaces(home.directory / "namespaces")
+        self.publisher = Publisher(
+            home.node_id, home.epoch, link, config, holdings=self.dram, on_list_shared=self._list_shared
+        )
+        self.saver = Saver(self.dram, self._namespaces, self.shared, self.publisher, link, config)
+        self._admitter = Admitter(self.dram, self.saver.move)
+        self.loader = Loader(
+            home.node_id, self.dram, self._namespaces, self._admitter, make_transport(ByteBudget(half)),
+            self.shared, self.publisher, config, self._threads,
+        )  # fmt: skip
+        self.server = Server(self.dram, self._admitter, ByteBudget(half), config)
+        self._link = link
+        self._sequences: dict[int, int] = {}
+        self._listing: asyncio.Task[None] | None = None
+        self._stop_populating = threading.Event()
+        self._tasks = [
+            asyncio.create_task(self._supervise(work))
+            for work in (self.publisher.run, self.saver.run, self._tend, self._populate)
+        ]
+
+    async def _supervise(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run background work, again after a pause if it fails: no error of ours ends it for good."""
+        while True:
+            try:
+                await work()
+            except Exception:  # noqa: BLE001
+                _log.exception("%s failed, trying again", work.__qualname__)
+                await asyncio.sleep(self.config.heartbeat_s)
+            else:
+                return
+
+    async def _populate(self) -> None:
+        await asyncio.to_thread(self.home.arena.populate, self._stop_populating)
+
+    # stores
+
+    async def reserve(self, request: ReserveRequest) -> ReserveReply:
+        """See `ReserveRequest`. A request that is not the client's newest gets nothing."""
+        client, sequence = request.client_id, request.sequence
+        if sequence <= self._sequences.get(client, 0):
+            raise TierUnavailableError("dram", f"request {sequence} of client {client:x} came late")
+        self._sequences[client] = sequence
+        if self.dram.abort_all(client):
+            self._admitter.freed()
+        keys = split(request.keys)
+        parents = [BlockKey(request.parent) if request.parent else None, *keys[:-1]]
+        blocks = [
+            Incoming(NewBlock(key, request.shard, parent, request.num_bytes), request.depth + i)
+            for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
+        ]
+        namespace = self._namespaces.index(request.namespace)
+        got = await self._admitter.reserve(blocks, namespace, client, request.timeout_s, patient=False)
+        self.publisher.wake()
+        if self._sequences[client] != sequence:
+            for granted in got.granted:
+                self.dram.abort(granted.slot, granted.generation)
+            raise TierUnavailableError("dram", f"request {sequence} of client {client:x} was overtaken")
+        return ReserveReply(
+            self.home.arena.arena_id,
+            tuple(g.index for g in got.granted),
+            tuple(g.slot for g in got.granted),
+            tuple(g.generation for g in got.granted),
+            tuple(g.offset for g in got.granted),
+            len(got.already),
+            len(got.refused),
+        )
+
+    async def commit(self, request: CommitRequest) -> CommitReply:
+        """See `CommitRequest`."""
+        if request.arena_id != self.home.arena.arena_id:
+            return CommitReply(0, published=False)
+        if not request.checksums:
+            for slot, generation in zip(request.slots, request.generations, strict=True):
+                self.dram.abort(slot, generation)
+            self._admitter.freed()
+            return CommitReply(0, published=True)
+        slots = zip(request.slots, request.generations, request.checksums, strict=True)
+        committed = sum(self.dram.commit(*slot) for slot in slots)
+        self.saver.wake()
+        self._admitter.freed()
+        self.publisher.wake()
+        published = await self.publisher.flush(request.timeout_s)
+        return CommitReply(committed, published)
+
+    # upkeep
+
+    async def _tend(self) -> None:
+        """Every heartbeat: take back slots of dead writers, drop their lock files, show that we live."""
+        clients = self.home.directory / CLIENTS_DIR
+        while True:
+            await asyncio.sleep(self.config.heartbeat_s)
+            NodeFile.touch(self.home.directory)
+            for client_id in self.dram.writers:
+                if not FileLock.held(clients / f"{client_id:016x}"):
+                    _log.info("writer %x is gone: %d slots back", client_id, self.dram.abort_all(client_id))
+                    self._admitter.freed()
+            self._forget_clients(self.dram.writers)
+
+    def _forget_clients(self, busy: frozenset[int]) -> None:
+        old = time.time() - _CLIENT_FILE_AGE_S
+        for path in (self.home.directory / CLIENTS_DIR).iterdir():
+            client_id = int(path.name, 16)
+            if client_id not in busy and path.stat().st_mtime < old and not FileLock.held(path):
+                path.unlink(missing_ok=True)
+                self._sequences.pop(client_id, None)
+
+    # the shared tier's contents
+
+    def _list_shared(self) -> None:
+        if self.shared is not None and (self._listing is None or self._listing.done()):
+            self._listing = asyncio.create_task(self._list(self.shared))
+
+    async def _list(self, shared: SharedTier) -> None:
+        """Tell the directory what the shared tier holds; again after a pause, until it was done once."""
+        await self.saver.works.wait()
+        pause_s = self.config.heartbeat_s
+        while True:
+            try:
+                await self._list_once(shared)
+            except KvFleetError as error:
+                _log.warning("shared tier not listed, next try in %.0f s: %s", pause_s, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
+            else:
+                return
+
+    async def _list_once(self, shared: SharedTier) -> None:
+        started, count = time.monotonic(), 0
+        pages = shared.list(self.config.listing_records_max)
+        while (page := await asyncio.to_thread(next, pages, None)) is not None:
+            count += self.publisher.shared_page(page)
+            await self.publisher.flush(self.config.shared_timeout_s)
+        await self._link.listed(self.home.node_id, self.config.shared_timeout_s)
+        _log.info("shared tier: %d blocks listed in %.1f s", count, time.monotonic() - started)
+
+    # status
+
+    def status(self) -> NodeStatus:
+        """See `NodeStatus`."""
+        placement = self.dram.placement
+        return NodeStatus(
+            node_id=self.home.node_id,
+            epoch=self.home.epoch,
+            problem="",
+            capacity_bytes=self.home.arena.capacity_bytes,
+            populated_bytes=self.home.arena.populated_bytes,
+            used_bytes=placement.used_bytes,
+            blocks=self.dram.digest().count,
+            reserved_blocks=self.dram.num_reserved,
+            unsaved_blocks=placement.num_unsaved,
+            evicted_blocks=placement.counters.evicted,
+            lost_blocks=placement.counters.dropped_unsaved,
+            loaded_blocks={outcome.value: n for outcome, n in self.loader.blocks.items()},
+            loaded_bytes={source.value: n for source, n in self.loader.num_bytes.items()},
+            sent_bytes=self.server.sent_bytes,
+            shared_problem=self.saver.problem,
+            saved_blocks=self.saver.saved_blocks,
+            save_failures=self.saver.failures,
+            resyncs=self.publisher.resyncs,
+            audit=tuple(placement.audit()),
+        )
+
+    async def shutdown(self) -> None:
+        """See `TierManager.shutdown`."""
+        self._stop_populating.set()
+        tasks = [*self._tasks, *([self._listing] if self._listing is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self.shared is not None:
+            await asyncio.to_thread(self.shared.close)
+        remove_home(self.home)

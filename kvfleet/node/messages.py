@@ -1,0 +1,254 @@
+"""What clients, managers and the directory say to each other.
+
+Frozen dataclasses, no live objects. Keys travel packed, 16 bytes each in one `bytes`; a *record* is a key and a
+shard, 18 bytes packed (key, then the shard as little-endian uint16). Deadlines travel as remaining seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfleet.core.directory import Run
+
+__all__ = [
+    "Attachment",
+    "CommitReply",
+    "CommitRequest",
+    "FetchRequest",
+    "LoadProgress",
+    "LoadRequest",
+    "Miss",
+    "Namespace",
+    "Outcome",
+    "ReserveReply",
+    "ReserveRequest",
+    "Source",
+    "Window",
+    "WindowPart",
+]
+
+Bytes = npt.NDArray[np.uint8]
+NamespaceIndex = NewType("NamespaceIndex", int)
+
+
+class Source(str, Enum):
+    """Where a block came from."""
+
+    DRAM = "dram"
+    PEER = "peer"
+    SHARED = "shared"
+
+
+class Miss(str, Enum):
+    """Why a block did not come."""
+
+    ABSENT = "absent"  # nobody holds it any more, or nobody ever did
+    EVICTED = "evicted"  # it left this node between lookup and copy, or during the copy
+    NO_ROOM = "no_room"  # the arena could not take it in time
+    UNREACHABLE = "unreachable"  # holders or the shared tier failed, died or were slow
+    CORRUPT = "corrupt"  # bytes came, but not the block's
+    DEADLINE = "deadline"
+    MANAGER_UNAVAILABLE = "manager_unavailable"
+    DIRECTORY_UNAVAILABLE = "directory_unavailable"
+    BEHIND_MISS = "behind_miss"  # an earlier block of the prefix missed
+
+
+Outcome = Source | Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What a manager must know of a namespace to hold and save its blocks. Holds no secret.
+
+    Attributes:
+        namespace_id: 16 bytes, public.
+        layout_json: the block layout as canonical JSON (`BlockLayout.to_json`).
+    """
+
+    namespace_id: bytes
+    layout_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A manager's answer to a client that wants to use its node.
+
+    Attributes:
+        node_id: UUID hex of the node.
+        epoch: of the manager.
+        arena_path: file to map.
+        arena_id: 16 bytes; part of every message about slots.
+        clients_dir: where the client keeps its own lock file, named by its client id.
+        problem: why the node has no arena, or "" if all is well.
+    """
+
+    node_id: str
+    epoch: int
+    arena_path: str
+    arena_id: bytes
+    clients_dir: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """Slots for the blocks of a prefix that the node does not hold yet.
+
+    Attributes:
+        client_id: nonzero; its lock file is held by the client.
+        sequence: grows with each request of this client; an older one is refused. A reservation replaces
+            whatever the client had reserved before: a client has one at a time.
+        namespace: of all keys.
+        keys: packed, consecutive blocks of one prefix.
+        parent: key of the block before the first, or b"" if the first is the root's child.
+        depth: index of the first block in its prefix.
+        shard: of these records.
+        num_bytes: of each block.
+        timeout_s: how long the manager may wait for room.
+    """
+
+    client_id: int
+    sequence: int
+    namespace: Namespace
+    keys: bytes
+    parent: bytes
+    depth: int
+    shard: int
+    num_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveReply:
+    """The granted slots.
+
+    Attributes:
+        arena_id: of the arena they are in.
+        indexes: which of the requested blocks, ascending.
+        slots: record numbers, same length.
+        generations: odd, to be given back at commit.
+        offsets: of the slots in the arena file, bytes.
+        already: how many of the requested blocks are on the node (or being written) already.
+        refused: how many got no room.
+    """
+
+    arena_id: bytes
+    indexes: tuple[int, ...]
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    offsets: tuple[int, ...]
+    already: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequest:
+    """The slots are written: make them visible. Idempotent.
+
+    Attributes:
+        checksums: xxh3-64 of each slot's bytes; an empty tuple gives all the client's slots back unwritten.
+        timeout_s: how long to wait for the directory's acknowledgement.
+    """
+
+    client_id: int
+    sequence: int
+    arena_id: bytes
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    checksums: tuple[int, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReply:
+    """How many blocks became visible, and whether the directory knows them.
+
+    `committed` counts blocks that are readable now, whoever wrote them.
+    """
+
+    committed: int
+    published: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """Bring the blocks of a prefix into the arena, first blocks first.
+
+    Attributes:
+        namespace: of all keys.
+        keys: packed, consecutive blocks of one prefix.
+        parent: key of the block before the first, or b"".
+        depth: index of the first block in its prefix.
+        shard: of the records.
+        num_bytes: of each block.
+        runs: holders as the directory named them; indexes count from the first of `keys`.
+        timeout_s: remaining seconds.
+    """
+
+    namespace: Namespace
+    keys: bytes
+    parent: bytes
+    depth: int
+    shard: int
+    num_bytes: int
+    runs: tuple[Run, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Outcomes of the next blocks of a load, in order.
+
+    Blocks with a `Source` stay in the arena at least until the progress after this one was taken.
+    """
+
+    outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """A manager asks another for blocks it holds.
+
+    Attributes:
+        keys: packed; the holder sends those it has up to the first it has not.
+        shard: of the records.
+        window_bytes_max: largest window the reader takes.
+        timeout_s: remaining seconds.
+    """
+
+    keys: bytes
+    shard: int
+    window_bytes_max: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPart:
+    """A byte range of one block in a window.
+
+    Attributes:
+        index: of the block in the request's keys.
+        start: byte offset within the block.
+        num_bytes: of the whole block.
+        checksum: xxh3-64 of the whole block.
+        data: uint8, the range's bytes. At the holder a view of the arena, at the reader a read-only view of
+            Ray's object store.
+    """
+
+    index: int
+    start: int
+    num_bytes: int
+    checksum: int
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive byte ranges of the requested blocks."""
+
+    parts: tuple[WindowPart, ...]

@@ -1,0 +1,209 @@
+"""Tells the directory what this node holds: deltas in sequence, a full inventory when it lost track.
+
+The node owns the truth. A delta that may or may not have arrived is sent again with the same sequence number; a
+directory that restarted, or missed one, asks for the inventory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvfleet.config import FleetConfig
+from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId, split_records
+from kvfleet.errors import KvFleetError, StaleEpochError
+
+__all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publisher"]
+
+_log = logging.getLogger(__name__)
+CALL_TIMEOUT_S = 5.0
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaReply:
+    """The directory's answer. `list_shared`: this node is asked to list the shared tier."""
+
+    applied: Applied
+    list_shared: bool = False
+
+
+class DirectoryLink(Protocol):
+    """A manager's calls to the directory. Each raises `KvFleetError` kinds only, within `timeout_s`."""
+
+    async def apply(self, delta: Delta, timeout_s: float) -> DeltaReply:
+        """See `DirectoryService.apply`."""
+
+    async def inventory(self, page: InventoryPage, timeout_s: float) -> Applied:
+        """See `DirectoryService.inventory`."""
+
+    async def shared_among(self, records: bytes, timeout_s: float) -> bytes:
+        """See `DirectoryService.shared_among`."""
+
+    async def listed(self, node: NodeId, timeout_s: float) -> None:
+        """See `DirectoryService.listed`."""
+
+
+class Holdings(Protocol):
+    """What a node holds, as record ids. `DramTier` is one."""
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Records that came (True) or went (False) since the last call."""
+
+    def snapshot(self) -> list[bytes]:
+        """All records that can be read now. Changes up to now are in it and are not reported again."""
+
+    def saved(self) -> list[bytes]:
+        """Those of them that the shared tier has."""
+
+    def digest(self) -> Digest:
+        """Count and xor of all records that can be read now."""
+
+
+class Publisher:
+    """Sends what changed, in order, from one task.
+
+    Args:
+        on_list_shared: called when the directory wants this node to list the shared tier.
+    """
+
+    def __init__(
+        self,
+        node: NodeId,
+        epoch: int,
+        link: DirectoryLink,
+        config: FleetConfig,
+        *,
+        holdings: Holdings,
+        on_list_shared: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._epoch = epoch
+        self._link = link
+        self._config = config
+        self._holdings = holdings
+        self._on_list_shared = on_list_shared
+        self._seq = 0
+        self._shared: dict[bytes, bool] = {}
+        self._unacked: Delta | None = None
+        self._known = False
+        self._wake = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
+        self.resyncs = 0
+
+    def wake(self) -> None:
+        """The holdings changed."""
+        self._wake.set()
+
+    def shared(self, record: bytes, present: bool) -> None:
+        """The shared tier has a record (True), or lost it (False)."""
+        self._shared[record] = present
+        self._wake.set()
+
+    def shared_page(self, records: bytes) -> int:
+        """The shared tier has these records, packed. Returns how many they are."""
+        found = split_records(records)
+        for record in found:
+            self._shared.setdefault(record, True)
+        self._wake.set()
+        return len(found)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until the directory has acknowledged all changes so far. False: not within `timeout_s`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        self._wake.set()
+        try:
+            await asyncio.wait_for(waiter, timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Send changes as they come and a heartbeat when there are none. Runs until cancelled."""
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._config.heartbeat_s)
+                if not self._waiters:
+                    await asyncio.sleep(self._config.delta_interval_s)
+            except asyncio.TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                await self._send()
+            except KvFleetError as error:
+                _log.info("directory not told: %s", error)
+                self._wake.set()
+                await asyncio.sleep(_RETRY_S)
+
+    async def _send(self) -> None:
+        """Bring the directory up to date with everything so far, then tell those who wait for it."""
+        waiters, self._waiters = self._waiters, []
+        try:
+            await self._bring_up_to_date()
+        except KvFleetError:
+            self._waiters = waiters + self._waiters
+            raise
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _bring_up_to_date(self) -> None:
+        if not self._known:
+            await self._resync()
+        while True:
+            again = self._unacked is not None
+            self._unacked = self._unacked or self._next_delta()
+            reply = await self._link.apply(self._unacked, CALL_TIMEOUT_S)
+            if reply.list_shared:
+                self._on_list_shared()
+            if reply.applied is Applied.OK:
+                self._unacked = None
+                if not again:
+                    return
+            elif reply.applied is Applied.STALE_EPOCH:
+                raise StaleEpochError(self._node, self._epoch, self._epoch + 1)
+            else:
+                await self._resync()
+
+    def _next_delta(self) -> Delta:
+        held = self._holdings.take_changes()
+        shared, self._shared = self._shared, {}
+        self._seq += 1
+        added = [r for r, here in held.items() if here]
+        removed = [r for r, here in held.items() if not here]
+        return Delta(
+            node=self._node, epoch=self._epoch, seq=self._seq,
+            added=b"".join(added), removed=b"".join(removed),
+            shared_added=b"".join(r for r, here in shared.items() if here),
+            shared_removed=b"".join(r for r, here in shared.items() if not here),
+            digest=self._holdings.digest(),
+        )  # fmt: skip
+
+    async def _resync(self) -> None:
+        """Send the full inventory, in pages; changes from now on follow as deltas."""
+        self.resyncs += 1
+        self._known = False
+        if self._unacked is not None:
+            self._keep_shared(self._unacked)
+            self._unacked = None
+        records = self._holdings.snapshot()
+        for record in self._holdings.saved():
+            self._shared.setdefault(record, True)
+        size = self._config.inventory_page_records
+        pages = [records[i : i + size] for i in range(0, len(records), size)] or [[]]
+        for number, page in enumerate(pages):
+            last = number == len(pages) - 1
+            message = InventoryPage(self._node, self._epoch, self._seq, number, last, b"".join(page))
+            if await self._link.inventory(message, CALL_TIMEOUT_S) is not Applied.OK:
+                raise KvFleetError("the directory refused the inventory")
+        self._known = True
+
+    def _keep_shared(self, delta: Delta) -> None:
+        """What an unacknowledged delta said of the shared tier is not in any inventory: say it again."""
+        for packed, present in ((delta.shared_added, True), (delta.shared_removed, False)):
+            for record in split_records(packed):
+                self._shared.setdefault(record, present)

@@ -1,0 +1,133 @@
+"""Sends blocks of this node to another one: the holder's side of a fetch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from kvfleet.config import FleetConfig
+from kvfleet.core.block import BlockKey, split
+from kvfleet.node.admission import Admitter
+from kvfleet.node.dram import DramTier
+from kvfleet.node.messages import FetchRequest, Window, WindowPart
+from kvfleet.node.records import Record
+from kvfleet.node.windows import ByteBudget, plan_windows, stream_share
+
+__all__ = ["Server"]
+
+
+class Server:
+    """Streams of windows to other nodes. Threads: the manager's event loop.
+
+    Args:
+        budget: bytes of this node's object store that windows on their way out may occupy.
+    """
+
+    def __init__(self, dram: DramTier, admitter: Admitter, budget: ByteBudget, config: FleetConfig) -> None:
+        self._dram = dram
+        self._admitter = admitter
+        self._budget = budget
+        self._config = config
+        self.streams = 0
+        self.sent_bytes = 0
+
+    async def fetch(self, request: FetchRequest) -> AsyncIterator[Window]:
+        """The requested blocks that are here, up to the first that is not, as windows.
+
+        A window's data are views of the arena: whoever takes it copies it before asking for the next one.
+        """
+        stream = _Stream(self._dram, self._admitter, request)
+        if not stream.records:
+            return
+        sizes = [record.length for record in stream.records]
+        share = stream_share(
+            sum(sizes), request.window_bytes_max, self._config.windows_in_flight, self._budget.capacity_bytes
+        )
+        timeout_s = min(request.timeout_s, self._config.holder_timeout_s)
+        await self._budget.acquire(share.num_bytes, timeout_s)
+        # A reader that stops asking leaves this generator paused inside Ray: the timer ends the stream for it.
+        end = _Once(lambda: self._budget.release(share.num_bytes), stream.release_all)
+        timer = asyncio.get_running_loop().call_later(request.timeout_s, end)
+        self.streams += 1
+        try:
+            for spans in plan_windows(sizes, self._config.window_bytes_min, share.window_bytes_max):
+                parts = []
+                for span in spans:
+                    part = stream.part(span.index, span.start, span.stop)
+                    if part is None:
+                        break
+                    parts.append(part)
+                if end.done or not parts:
+                    return
+                yield Window(tuple(parts))
+                self.sent_bytes += sum(len(part.data) for part in parts)
+                end_of_window = spans[-1]
+                whole = end_of_window.stop == sizes[end_of_window.index]
+                stream.release_before(end_of_window.index, whole=whole)
+                if len(parts) < len(spans):
+                    return
+        finally:
+            timer.cancel()
+            end()
+
+
+class _Once:
+    """Calls its actions once, however often it is called itself."""
+
+    def __init__(self, *actions: object) -> None:
+        self._actions = actions
+        self.done = False
+
+    def __call__(self) -> None:
+        if not self.done:
+            self.done = True
+            for action in self._actions:
+                assert callable(action)
+                action()
+
+
+class _Stream:
+    """The blocks of one fetch; each is held while windows of it are on their way."""
+
+    def __init__(self, dram: DramTier, admitter: Admitter, request: FetchRequest) -> None:
+        self._dram = dram
+        self._admitter = admitter
+        self._shard = request.shard
+        self._keys = split(request.keys)
+        self._held: dict[int, BlockKey] = {}
+        self.records: list[Record] = []
+        for key in self._keys:
+            slot = dram.placement.resident(key, self._shard)
+            if slot is None:
+                break
+            self.records.append(dram.arena.records.record(slot))
+
+    def part(self, index: int, start: int, stop: int) -> WindowPart | None:
+        """Bytes of block `index`; None if it is not here any more."""
+        record, key = self.records[index], self._keys[index]
+        if index not in self._held:
+            if self._dram.placement.resident(key, self._shard) != record.slot:
+                return None
+            current = self._dram.arena.records.record(record.slot)
+            if current.generation != record.generation:
+                return None
+            self._dram.placement.hold(key)
+            self._held[index] = key
+            self._dram.arena.records.last_access[record.slot] = time.monotonic_ns()
+        view = self._dram.view(record.slot, record.length)[start:stop]
+        return WindowPart(index, start, record.length, record.checksum, view)
+
+    def release_before(self, index: int, *, whole: bool) -> None:
+        """Blocks before `index` are copied, and that one too if it was sent to its end."""
+        self._release([i for i in self._held if i < index or (whole and i == index)])
+
+    def release_all(self) -> None:
+        """Nothing is on its way any more."""
+        self._release(list(self._held))
+
+    def _release(self, indexes: list[int]) -> None:
+        for index in indexes:
+            self._dram.placement.release(self._held.pop(index))
+        if indexes:
+            self._admitter.freed()

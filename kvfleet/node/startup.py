@@ -1,0 +1,115 @@
+"""Gives a manager its arena: the one an earlier manager of this node left, else a new one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfleet.config import MIB, FleetConfig
+from kvfleet.core.directory import NodeId
+from kvfleet.errors import ConfigError, KvFleetError, TierUnavailableError
+from kvfleet.node.arena import ARENA_FILE, Arena
+from kvfleet.node.arenadir import LOCK_FILE, FileLock, NodeFile, directory_for, make_directory, reap
+from kvfleet.node.memory import default_capacity
+
+__all__ = ["NodeHome", "NodePlace", "open_home", "remove_home"]
+
+_log = logging.getLogger(__name__)
+_LOCK_TIMEOUT_S = 10.0  # a manager that was just killed lets go at once; one being replaced takes a moment
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Where a manager runs, as Ray says.
+
+    Attributes:
+        ray_node_id: hex.
+        raylet_pid: of the raylet that is this process's parent.
+        object_store_bytes: size of this node's Ray object store.
+        alive: whether a Ray node id is one of a live node of this cluster.
+    """
+
+    ray_node_id: str
+    raylet_pid: int
+    object_store_bytes: int
+    alive: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHome:
+    """A node's arena directory, locked for this manager.
+
+    Attributes:
+        node_id: Ray's id of the node. A raylet that starts again is another node, with an arena of its own.
+        epoch: of this manager, larger than that of any before it on this node.
+        warm: an earlier manager's arena was taken over.
+    """
+
+    node_id: NodeId
+    epoch: int
+    directory: Path
+    lock: FileLock
+    arena: Arena
+    warm: bool
+
+
+def open_home(config: FleetConfig, place: NodePlace) -> NodeHome:
+    """Lock this node's arena directory, clear away what dead nodes left, and take over or make the arena.
+
+    Raises:
+        ConfigError: there is no memory for it, or the directory is not safe.
+        TierUnavailableError: another manager has the directory.
+    """
+    root = Path(config.arena_root)
+    try:
+        for gone in reap(root, place.alive):
+            _log.info("removed the arena of a dead node: %s", gone)
+    except TierUnavailableError as error:
+        _log.warning("could not remove all that dead nodes left: %s", error)
+    directory = directory_for(root, config.name, place.ray_node_id)
+    make_directory(directory)
+    lock = FileLock(directory / LOCK_FILE)
+    if not lock.acquire(_LOCK_TIMEOUT_S):
+        raise TierUnavailableError("dram", f"{directory}: another manager is using it")
+    try:
+        return _open_locked(config, place, directory, lock)
+    except KvFleetError:
+        lock.release()
+        raise
+
+
+def _open_locked(config: FleetConfig, place: NodePlace, directory: Path, lock: FileLock) -> NodeHome:
+    if NodeFile.read(directory) is not None:
+        try:
+            arena = Arena.attach(directory / ARENA_FILE)
+            return NodeHome(NodeId(place.ray_node_id), _next_epoch(directory), directory, lock, arena, warm=True)
+        except TierUnavailableError as error:
+            _log.warning("starting with an empty arena: %s", error)
+    capacity = config.dram_bytes
+    if capacity is None:
+        capacity = default_capacity(Path(config.arena_root), reserved_bytes=place.object_store_bytes)
+        if capacity < MIB:
+            raise ConfigError("arena_root", f"{config.arena_root} has no room left for an arena")
+    arena = Arena.create(directory, capacity)
+    NodeFile.here(place.ray_node_id, config.name, place.ray_node_id, place.raylet_pid).write(directory)
+    return NodeHome(NodeId(place.ray_node_id), _next_epoch(directory), directory, lock, arena, warm=False)
+
+
+def remove_home(home: NodeHome) -> None:
+    """Remove a node's arena and what is beside it, and let go of the lock."""
+    home.arena.unlink()
+    shutil.rmtree(home.directory)
+    home.lock.release()
+    home.arena.close()
+
+
+def _next_epoch(directory: Path) -> int:
+    path = directory / "epoch"
+    epoch = int(path.read_text()) + 1 if path.exists() else 1
+    partial = path.with_suffix(".partial")
+    partial.write_text(str(epoch))
+    partial.replace(path)
+    return epoch

@@ -1,0 +1,123 @@
+"""One load, as the client does it: copy what is in the arena, have the manager bring the rest, copy that too."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+from kvfleet.attachment import ManagerPort
+from kvfleet.copying import checksum
+from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.directory import Run
+from kvfleet.errors import DeadlineExceededError, KvFleetError
+from kvfleet.hits import PrefixHit
+from kvfleet.node.arena import Arena
+from kvfleet.node.messages import Bytes, LoadRequest, Miss, Namespace, Outcome, Source
+from kvfleet.node.records import ORDERED
+
+__all__ = ["Reading"]
+
+_log = logging.getLogger(__name__)
+
+
+class Reading:
+    """Copies the blocks of a hit, in order, up to the first that does not come.
+
+    Attributes:
+        outcomes: of the blocks so far; at most the last one is a `Miss`.
+    """
+
+    def __init__(
+        self, arena: Arena, hit: PrefixHit, shard: int, take: Callable[[int, Bytes], None], deadline: float
+    ) -> None:
+        """Prepare.
+
+        Args:
+            arena: of this node.
+            hit: what to read.
+            shard: which shard of it.
+            take: copies block `index` out of a slot, which it may only read.
+            deadline: monotonic seconds.
+        """
+        self._arena = arena
+        self._hit = hit
+        self._shard = shard
+        self._take = take
+        self._deadline = deadline
+        self.outcomes: list[Outcome] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks came."""
+        return len(self.outcomes) == self._hit.num_blocks and not self._missed
+
+    @property
+    def _missed(self) -> bool:
+        return bool(self.outcomes) and isinstance(self.outcomes[-1], Miss)
+
+    def local(self) -> None:
+        """Copy the first blocks, those that were local at the lookup."""
+        runs = self._hit.runs
+        if runs and runs[0].local:
+            self._copy([Source.DRAM] * runs[0].stop)
+
+    def rest(self, manager: ManagerPort, namespace: Namespace, num_bytes: int) -> None:
+        """Have the manager bring the blocks from the next one on, and copy them as they come."""
+        if self._missed:
+            return
+        head, stop = len(self.outcomes), self._hit.num_blocks
+        keys = self._hit.keys
+        request = LoadRequest(
+            namespace=namespace,
+            keys=keys[head * KEY_BYTES : stop * KEY_BYTES],
+            parent=keys[(head - 1) * KEY_BYTES : head * KEY_BYTES] if head else b"",
+            depth=head,
+            shard=self._shard,
+            num_bytes=num_bytes,
+            runs=tuple(
+                Run(max(run.start, head) - head, run.stop - head, run.nodes, run.shared)
+                for run in self._hit.runs
+                if run.stop > head
+            ),
+            timeout_s=max(0.0, self._deadline - time.monotonic()),
+        )
+        try:
+            with closing(manager.load(request)) as steps:
+                for step in steps:
+                    came = [outcome for outcome in step.outcomes if isinstance(outcome, Source)]
+                    self._copy(came)
+                    if not self._missed and len(came) < len(step.outcomes):
+                        self.outcomes.append(step.outcomes[len(came)])
+                    if self._missed:
+                        return
+        except DeadlineExceededError:
+            self.outcomes.append(Miss.DEADLINE)
+        except KvFleetError as error:
+            _log.warning("load stopped short: %s", error)
+            self.outcomes.append(Miss.MANAGER_UNAVAILABLE)
+
+    def _copy(self, sources: list[Source]) -> None:
+        """Copy the next blocks, which are in the arena, and check each one's generation after its copy."""
+        start = len(self.outcomes)
+        keys = self._hit.keys[start * KEY_BYTES : (start + len(sources)) * KEY_BYTES]
+        records = self._arena.records
+        found = records.find(keys, self._shard)
+        records.touch(found.slots, time.monotonic_ns())
+        for position, source in enumerate(sources):
+            if found.slots[position] < 0:
+                self.outcomes.append(Miss.EVICTED)
+                return
+            if time.monotonic() > self._deadline:
+                self.outcomes.append(Miss.DEADLINE)
+                return
+            slot = self._arena.slot_view(int(found.offsets[position]), int(found.lengths[position]))
+            slot.flags.writeable = False
+            self._take(start + position, slot)
+            one = slice(position, position + 1)
+            same = bool(records.unchanged(found.slots[one], found.generations[one])[0])
+            if not same or not (ORDERED or checksum(slot) == found.checksums[position]):
+                self.outcomes.append(Miss.EVICTED)
+                return
+            self.outcomes.append(source)

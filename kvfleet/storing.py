@@ -1,0 +1,240 @@
+"""Stores: reserve, copy in place, commit; in the background, in order, and bounded.
+
+One thread a client does them one after the other, so a client never has more than one reservation. Stores that
+would make the queue longer than its bound are dropped at once: a store not done costs a recompute, a store waited
+for costs the request.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvfleet.attachment import AttachedNode, ManagerPort
+from kvfleet.config import FleetConfig
+from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.layout import BlockLayout
+from kvfleet.errors import DeadlineExceededError, KvFleetError
+from kvfleet.hits import Stats, StoreResult
+from kvfleet.node.arena import Arena
+from kvfleet.node.messages import Bytes, CommitReply, CommitRequest, Namespace, ReserveReply, ReserveRequest
+
+__all__ = ["StoreJob", "StoreTask", "StoreWorker"]
+
+_log = logging.getLogger(__name__)
+_COMMIT_RETRY_S = 0.25
+
+Fill = Callable[[int, Bytes], int]
+"""Writes block `index` of the prefix into a slot and returns the xxh3-64 of what it wrote."""
+
+
+class StoreTask:
+    """A store under way."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result = StoreResult()
+
+    def wait(self, timeout_s: float | None = None) -> StoreResult:
+        """Wait until the blocks are readable here and the directory has acknowledged them.
+
+        Raises:
+            DeadlineExceededError: not within `timeout_s`. The store goes on.
+        """
+        if not self._done.wait(timeout_s):
+            assert timeout_s is not None
+            raise DeadlineExceededError("store", timeout_s)
+        return self._result
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once. From then on the source memory is not read any more."""
+        return self._done.is_set()
+
+    def finish(self, result: StoreResult) -> None:
+        """Called once, by the worker."""
+        assert not self._done.is_set()
+        self._result = result
+        self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Blocks of a prefix to be stored.
+
+    Attributes:
+        keys: of all blocks of the prefix up to the last one to store, packed.
+        first: index of the first block to store.
+        num_blocks: how many to store.
+        fill: see `Fill`.
+    """
+
+    keys: bytes
+    first: int
+    num_blocks: int
+    fill: Fill
+    task: StoreTask = field(default_factory=StoreTask)
+
+
+class StoreWorker:
+    """Does a client's stores on one background thread.
+
+    Threads: `submit` and `close` from any.
+    """
+
+    def __init__(
+        self,
+        node: AttachedNode,
+        manager: ManagerPort,
+        config: FleetConfig,
+        layout: BlockLayout,
+        namespace: Namespace,
+        shard: int,
+    ) -> None:
+        self._node = node
+        self._manager = manager
+        self._config = config
+        self._layout = layout
+        self._namespace = namespace
+        self._shard = shard
+        self.stats = Stats()
+        self._sequence = 0
+        self._jobs: queue.SimpleQueue[StoreJob | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, job: StoreJob) -> StoreTask:
+        """Queue a job, or finish it as dropped."""
+        if not job.num_blocks:
+            job.task.finish(StoreResult())
+            return job.task
+        num_bytes = job.num_blocks * self._layout.block_bytes
+        with self._lock:
+            reason = "closed" if self._closed else ""
+            if self._queued_bytes and self._queued_bytes + num_bytes > self._config.store_queue_bytes_max:
+                reason = "queue_full"
+            if not reason:
+                self._queued_bytes += num_bytes
+                self._jobs.put(job)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="kvfleet-store", daemon=True)
+                    self._thread.start()
+                return job.task
+        self._finish(job, StoreResult(dropped=job.num_blocks, published=False, reason=reason))
+        return job.task
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is queued, then stop. False if that takes longer than `timeout_s`; it then goes on."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+            self._jobs.put(None)
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _finish(self, job: StoreJob, result: StoreResult) -> None:
+        self.stats.stored(result)
+        job.task.finish(result)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                result = self._store(job)
+            except Exception as error:  # noqa: BLE001  whatever a caller's fill raises must not end the thread
+                _log.warning("store dropped: %r", error)
+                result = StoreResult(dropped=job.num_blocks, published=False, reason=type(error).__name__)
+            with self._lock:
+                self._queued_bytes -= job.num_blocks * self._layout.block_bytes
+            self._finish(job, result)
+
+    def _store(self, job: StoreJob) -> StoreResult:
+        """All blocks of a job, batch by batch; stops at the first batch that does not get through."""
+        deadline = time.monotonic() + self._config.store_timeout_s
+        stored = already = 0
+        published, reason = True, ""
+        position, stop = job.first, job.first + job.num_blocks
+        while position < stop and not reason:
+            arena = self._node.attach(min(self._config.attach_timeout_s, self._config.store_timeout_s))
+            batch = self._batch_blocks(arena)
+            end = min(position + batch, stop)
+            here = arena.records.find(job.keys[position * KEY_BYTES : end * KEY_BYTES], self._shard).slots >= 0
+            if here.all():
+                already += end - position
+            else:
+                one = self._store_batch(job, position, end, arena, deadline)
+                stored, already = stored + one.stored, already + one.already
+                published, reason = published and one.published, one.reason
+            position = end
+        dropped = job.num_blocks - stored - already
+        assert dropped >= 0
+        return StoreResult(stored, already, dropped, published, stored * self._layout.block_bytes, reason)
+
+    def _batch_blocks(self, arena: Arena) -> int:
+        return max(1, int(arena.capacity_bytes * self._config.reserve_bytes_max) // self._layout.block_bytes)
+
+    def _store_batch(self, job: StoreJob, start: int, stop: int, arena: Arena, deadline: float) -> StoreResult:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return StoreResult(published=False, reason="deadline")
+        self._sequence += 1
+        request = ReserveRequest(
+            client_id=self._node.client_id,
+            sequence=self._sequence,
+            namespace=self._namespace,
+            keys=job.keys[start * KEY_BYTES : stop * KEY_BYTES],
+            parent=job.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else b"",
+            depth=start,
+            shard=self._shard,
+            num_bytes=self._layout.block_bytes,
+            timeout_s=left,
+        )
+        self.stats.called("reserve")
+        try:
+            reply = self._manager.reserve(request, left)
+        except KvFleetError as error:
+            return StoreResult(published=False, reason=type(error).__name__)
+        if reply.arena_id != arena.arena_id:
+            self._node.attach(left, again=True)
+            return StoreResult(published=False, reason="arena_replaced")
+        if not reply.slots:
+            return StoreResult(already=reply.already, reason="no_room" if reply.refused else "")
+        try:
+            checksums = self._fill(job, start, reply, arena)
+        except Exception:
+            self._commit(reply, (), deadline)
+            raise
+        commit = self._commit(reply, checksums, deadline)
+        if commit is None:
+            return StoreResult(already=reply.already, published=False, reason="commit_lost")
+        lost = len(reply.slots) - commit.committed
+        reason = "no_room" if reply.refused else "reservation_lost" if lost else ""
+        return StoreResult(commit.committed, reply.already, 0, commit.published, 0, reason)
+
+    def _fill(self, job: StoreJob, start: int, reply: ReserveReply, arena: Arena) -> tuple[int, ...]:
+        length = self._layout.block_bytes
+        return tuple(
+            job.fill(start + index, arena.slot_view(offset, length))
+            for index, offset in zip(reply.indexes, reply.offsets, strict=True)
+        )
+
+    def _commit(self, reply: ReserveReply, checksums: tuple[int, ...], deadline: float) -> CommitReply | None:
+        """Commit, through a restart of the manager if need be: it is idempotent. None: not before the deadline."""
+        while (left := deadline - time.monotonic()) > 0:
+            request = CommitRequest(
+                self._node.client_id, self._sequence, reply.arena_id, reply.slots, reply.generations, checksums, left
+            )
+            self.stats.called("commit")
+            try:
+                return self._manager.commit(request, left)
+            except KvFleetError as error:
+                _log.info("commit will be tried again: %s", error)
+                time.sleep(min(_COMMIT_RETRY_S, left))
+        return None

@@ -1,0 +1,1 @@
+"""For tests of kvfleet and of what plugs into it: contract suites and a clock that is set by hand."""

@@ -1,0 +1,44 @@
+"""The benchmarks run, at sizes too small to say anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvfleet.bench import local, lookup, peer, store
+from kvfleet.bench.workload import running_fleet
+from kvfleet.fleet import Fleet
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def fleet(ray_cluster) -> Iterator[Fleet]:
+    with running_fleet(64 * MIB, None) as running:
+        yield running
+
+
+def test_local(fleet):
+    rows = local.rows(fleet, block_tokens=8, num_blocks=2, repeats=1)
+    assert [(row.name, row.moved_bytes) for row in rows] == [("memcpy", 2 * MIB), ("load", 2 * MIB)]
+
+
+def test_store(fleet):
+    rows = store.rows(fleet, block_tokens=8, num_blocks=2, repeats=1)
+    assert [(row.name, row.moved_bytes) for row in rows] == [("memcpy", 2 * MIB), ("store", 2 * MIB)]
+
+
+def test_lookup(fleet):
+    rows = lookup.rows(fleet, num_blocks=4, repeats=1)
+    assert [row.name for row in rows] == [
+        "SHA-256 alone",
+        "lookup, buffer",
+        "lookup, list",
+        "lookup, asks the directory",
+    ]
+
+
+def test_peer(fleet):
+    rows = peer.rows(fleet, peer.choose_pair(), block_tokens=8, num_blocks=3, repeats=1)
+    assert [(row.name, row.moved_bytes) for row in rows] == [(n, 3 * MIB) for n in ("object store", "TCP", "load")]

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfleet.errors import CorruptBlockError
+from kvfleet.node.blockfile import FRAME_BYTES_MAX, BlockHeader, decode, encode, read_header
+
+SIZES = [1, 7, 8, 9, 64, 4099]
+
+
+def header_of(num_bytes: int) -> BlockHeader:
+    return BlockHeader(
+        namespace_id=bytes(range(16)),
+        layout_json='{"dtype":"uint8"}',
+        key=bytes(range(16, 32)),
+        shard=1,
+        num_shards=2,
+        num_bytes=num_bytes,
+    )
+
+
+def block_of(num_bytes: int) -> tuple[np.ndarray, int]:
+    data = np.arange(num_bytes, dtype=np.uint32).astype(np.uint8)
+    return data, xxhash.xxh3_64_intdigest(data.tobytes())
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_a_block_comes_back(num_bytes: int):
+    data, checksum = block_of(num_bytes)
+    encoded = encode(header_of(num_bytes), data, checksum)
+    found, found_checksum = decode(encoded, header_of(num_bytes))
+    assert found.tobytes() == data.tobytes()
+    assert found_checksum == checksum
+    assert read_header(encoded) == (header_of(num_bytes), checksum)
+    assert len(encoded) <= num_bytes + FRAME_BYTES_MAX
+
+
+def test_decoding_copies_nothing_and_encoding_does():
+    data, checksum = block_of(4096)
+    encoded = encode(header_of(4096), data, checksum)
+    data[:] = 0
+    found, _ = decode(encoded, header_of(4096))
+    assert np.shares_memory(found, np.frombuffer(encoded, np.uint8))
+    assert found.tobytes() == block_of(4096)[0].tobytes()
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_any_arrow_tool_opens_it(num_bytes: int):
+    data, checksum = block_of(num_bytes)
+    table = pa.ipc.open_stream(bytes(encode(header_of(num_bytes), data, checksum))).read_all()
+    table.validate(full=True)
+    assert table.column_names == ["block"]
+    assert table["block"].to_numpy().tobytes() == data.tobytes()
+    assert table.schema.metadata == {
+        b"kvfleet.version": b"1",
+        b"kvfleet.namespace": b"000102030405060708090a0b0c0d0e0f",
+        b"kvfleet.layout": b'{"dtype":"uint8"}',
+        b"kvfleet.key": b"101112131415161718191a1b1c1d1e1f",
+        b"kvfleet.shard": b"1",
+        b"kvfleet.num_shards": b"2",
+        b"kvfleet.num_bytes": str(num_bytes).encode(),
+        b"kvfleet.codec": b"raw",
+        b"kvfleet.checksum": f"xxh3-64:{checksum:016x}".encode(),
+    }
+
+
+def test_bytes_without_their_checksum_are_not_encoded():
+    data, checksum = block_of(64)
+    with pytest.raises(CorruptBlockError, match="arena"):
+        encode(header_of(64), data, checksum ^ 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"namespace_id": bytes(16)},
+        {"layout_json": "{}"},
+        {"key": bytes(16)},
+        {"shard": 0},
+        {"num_shards": 3},
+        {"num_bytes": 56},
+        {"codec": "int8"},
+        {"version": 2},
+    ],
+)
+def test_an_object_of_something_else_is_refused_by_name(change: dict[str, Any]):
+    encoded = encode(header_of(64), *block_of(64))
+    with pytest.raises(CorruptBlockError, match=f"another {next(iter(change))}"):
+        decode(encoded, dataclasses.replace(header_of(64), **change))
+
+
+def test_every_truncation_and_any_extra_byte_is_refused():
+    encoded = encode(header_of(9), *block_of(9))
+    for length in range(len(encoded)):
+        with pytest.raises(CorruptBlockError):
+            decode(encoded[:length], header_of(9))
+    with pytest.raises(CorruptBlockError):
+        decode(encoded + b"\0", header_of(9))
+
+
+def test_no_flipped_bit_gives_other_bytes():
+    data, checksum = block_of(9)
+    encoded = encode(header_of(9), data, checksum)
+    harmless = 0
+    for bit in range(8 * len(encoded)):
+        flipped = bytearray(encoded)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            found, _ = decode(flipped, header_of(9))
+        except CorruptBlockError:
+            continue
+        harmless += 1
+        assert found.tobytes() == data.tobytes()
+    assert harmless < 8 * len(encoded) / 2
+
+
+@given(data=st.binary(max_size=600))
+def test_garbage_is_refused(data: bytes):
+    for garbage in (data, b"\xff\xff\xff\xff\x08\x01\x00\x00" + data, b"\xff\xff\xff\xff\xff\xff\xff\xff" + data):
+        with pytest.raises(CorruptBlockError):
+            decode(garbage, header_of(64))
+        with pytest.raises(CorruptBlockError):
+            read_header(garbage)
+
+
+def test_another_arrow_stream_is_refused():
+    table = pa.table({"block": pa.array([1, 2, 3], pa.uint8())})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(CorruptBlockError, match="not a block's object"):
+        decode(sink.getvalue().to_pybytes(), header_of(3))
+
+
+def test_random_bytes_of_the_right_length_are_refused():
+    encoded = encode(header_of(4099), *block_of(4099))
+    with pytest.raises(CorruptBlockError):
+        decode(os.urandom(len(encoded)), header_of(4099))
+
+
+def test_the_format_does_not_change():
+    data, checksum = block_of(9)
+    found, found_checksum = decode(base64.b64decode(WRITTEN_BY_VERSION_1), header_of(9))
+    assert (found.tobytes(), found_checksum) == (data.tobytes(), checksum)
+
+
+# encode(header_of(9), *block_of(9))
+WRITTEN_BY_VERSION_1 = """
+/////4gCAAAQAAAAAAAKAA4ABgAFAAgACgAAAAABBAAQAAAAAAAKAAwAAAAEAAgACgAAABQCAAAEAAAACQAAAOABAACIAQAATAEAAAQBAADYAAAAqAAA
+AHgAAABMAAAABAAAAEz+//8oAAAABAAAABgAAAB4eGgzLTY0OmU5NjEyNTk4MTQ1YmI5ZGMAAAAAEAAAAGt2ZmxlZXQuY2hlY2tzdW0AAAAAkP7//xAA
+AAAEAAAAAwAAAHJhdwANAAAAa3ZmbGVldC5jb2RlYwAAALj+//8QAAAABAAAAAEAAAA5AAAAEQAAAGt2ZmxlZXQubnVtX2J5dGVzAAAA5P7//xAAAAAE
+AAAAAQAAADIAAAASAAAAa3ZmbGVldC5udW1fc2hhcmRzAAAQ////EAAAAAQAAAABAAAAMQAAAA0AAABrdmZsZWV0LnNoYXJkAAAAOP///zAAAAAEAAAA
+IAAAADEwMTExMjEzMTQxNTE2MTcxODE5MWExYjFjMWQxZTFmAAAAAAsAAABrdmZsZWV0LmtleQB8////IAAAAAQAAAARAAAAeyJkdHlwZSI6InVpbnQ4
+In0AAAAOAAAAa3ZmbGVldC5sYXlvdXQAALT///8wAAAABAAAACAAAAAwMDAxMDIwMzA0MDUwNjA3MDgwOTBhMGIwYzBkMGUwZgAAAAARAAAAa3ZmbGVl
+dC5uYW1lc3BhY2UAAAAIAAwABAAIAAgAAAAQAAAABAAAAAEAAAAxAAAADwAAAGt2ZmxlZXQudmVyc2lvbgABAAAAFAAAABAAFAAIAAAABwAMAAAAEAAQ
+AAAAAAAAAhAAAAAcAAAABAAAAAAAAAAFAAAAYmxvY2sABgAIAAQABgAAAAgAAAD/////iAAAABQAAAAAAAAADAAWAAYABQAIAAwADAAAAAADBAAYAAAA
+EAAAAAAAAAAAAAoAGAAMAAQACAAKAAAAPAAAABAAAAAJAAAAAAAAAAAAAAACAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAACQAAAAAAAAAAAAAAAQAA
+AAkAAAAAAAAAAAAAAAAAAAAAAQIDBAUGBwgAAAAAAAAA/////wAAAAA=
+"""

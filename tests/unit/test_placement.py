@@ -1,0 +1,557 @@
+"""Admission, eviction, demotion, restart of one node's blocks, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kvfleet.config import MIB
+from kvfleet.core.block import BlockKey
+from kvfleet.core.placement import Admission, Counters, Evicted, Grant, NewBlock, Placement, Restored
+from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.slabs import SlabMap
+from kvfleet.testing.clock import ManualClock
+from kvfleet.testing.policies import block_key
+
+
+class Node:
+    """A placement with its slabs and a clock; blocks are of 1 MiB if not said otherwise."""
+
+    def __init__(self, num_units: int, *, lower_tier: bool = False) -> None:
+        self.clock = ManualClock()
+        self.slabs = SlabMap(num_units * MIB, MIB, 4096)
+        self.placement = Placement(self.slabs, LeafFirstLRU, lower_tier=lower_tier)
+
+    def ask(self, numbers: Iterable[int], parent: int | None = None, shard: int = 0, num_bytes: int = MIB) -> Admission:
+        """Admit a prefix, a second after the last call."""
+        self.clock.advance(1.0)
+        blocks = []
+        above = None if parent is None else block_key(parent)
+        for number in numbers:
+            blocks.append(NewBlock(block_key(number), shard, above, num_bytes))
+            above = block_key(number)
+        return self.placement.admit(blocks, self.clock.now())
+
+    def store(
+        self, numbers: Iterable[int], parent: int | None = None, shard: int = 0, num_bytes: int = MIB
+    ) -> Admission:
+        """Admit a prefix and commit what got a slot."""
+        numbers = list(numbers)
+        admission = self.ask(numbers, parent, shard, num_bytes)
+        for grant in admission.grants:
+            self.placement.commit(block_key(numbers[grant.index]), shard, self.clock.now())
+        assert self.placement.audit() == []
+        return admission
+
+    def touch(self, *numbers: int) -> None:
+        self.clock.advance(1.0)
+        for number in numbers:
+            self.placement.touch(block_key(number), self.clock.now())
+
+    def held(self) -> list[int]:
+        return sorted(number_of(record.key) for record in self.placement.records())
+
+
+def number_of(key: BlockKey) -> int:
+    return int.from_bytes(key, "big")
+
+
+def gone(admission: Admission) -> list[int]:
+    return [number_of(evicted.key) for evicted in admission.evicted]
+
+
+def wanted(admission: Admission) -> list[int]:
+    return [number_of(transfer.key) for transfer in admission.transfers]
+
+
+def test_a_prefix_gets_slots_and_is_here_once_committed() -> None:
+    node = Node(8)
+    admission = node.ask([1, 2, 3])
+    assert [grant.index for grant in admission.grants] == [0, 1, 2]
+    assert len({grant.slot for grant in admission.grants}) == 3
+    assert (admission.already, admission.refused, admission.evicted, admission.transfers) == ([], [], [], [])
+    assert node.placement.pending(block_key(2), 0)
+    assert node.placement.resident(block_key(2), 0) is None
+    node.placement.commit(block_key(2), 0, 5.0)
+    assert not node.placement.pending(block_key(2), 0)
+    assert node.placement.resident(block_key(2), 0) == admission.grants[1].slot
+    assert node.placement.records() == [Evicted(block_key(2), 0, admission.grants[1].slot)]
+    assert node.placement.used_bytes == 3 * MIB
+
+
+def test_what_is_here_or_being_written_or_asked_for_twice_is_admitted_once() -> None:
+    node = Node(8)
+    node.ask([1])
+    node.store([2], parent=1)
+    admission = node.ask([1, 2, 3, 3])
+    assert admission.already == [0, 1, 3]
+    assert [grant.index for grant in admission.grants] == [2]
+
+
+def test_nothing_asked_nothing_given() -> None:
+    assert Node(2).placement.admit([], 0.0) == Admission()
+
+
+def test_eviction_is_for_the_exact_deficit_and_leaf_first() -> None:
+    node = Node(6)
+    node.store([1, 2, 3])
+    node.store([11, 12])
+    admission = node.store([21, 22, 23])
+    assert gone(admission) == [3, 2]
+    assert len(admission.grants) == 3
+    assert node.held() == [1, 11, 12, 21, 22, 23]
+    assert node.placement.counters == Counters(admitted=8, evicted=2, dropped_unsaved=2)
+
+
+def test_a_use_saves_a_block() -> None:
+    node = Node(4)
+    node.store([1, 2])
+    node.store([11, 12])
+    node.touch(1, 2)
+    assert gone(node.store([21])) == [12]
+
+
+def test_a_use_seen_by_slot_saves_a_block_too() -> None:
+    node = Node(2)
+    slot = node.store([1]).grants[0].slot
+    node.store([11])
+    node.placement.touch_slot(slot, 10.0)
+    node.placement.touch(block_key(99), 10.0)
+    node.placement.touch_slot(4095, 10.0)
+    assert gone(node.store([21])) == [11]
+
+
+def test_a_prefix_longer_than_the_arena_keeps_its_head() -> None:
+    node = Node(4)
+    node.store([90, 91])
+    admission = node.store(range(1, 8))
+    assert [grant.index for grant in admission.grants] == [0, 1, 2, 3]
+    assert admission.refused == [4, 5, 6]
+    assert gone(admission) == [91, 90]
+    assert node.store(range(5, 8), parent=4).refused == [0, 1, 2]
+    assert node.held() == [1, 2, 3, 4]
+    assert node.placement.counters.refused == 6
+
+
+def test_the_parent_of_new_blocks_is_not_their_room() -> None:
+    node = Node(2)
+    node.store([1])
+    node.store([11])
+    node.touch(11)
+    admission = node.store([2], parent=1)
+    assert gone(admission) == [11]
+
+
+def test_blocks_being_written_stay_and_shield_their_parents() -> None:
+    node = Node(3)
+    node.store([1, 2])
+    node.ask([3], parent=2)
+    assert node.ask([11]).refused == [0]
+    node.placement.abort(block_key(3), 0)
+    assert len(node.ask([11]).grants) == 1
+    assert node.ask([12]).evicted == [Evicted(block_key(2), 0, 1)]
+
+
+def test_abort_gives_the_slot_back() -> None:
+    node = Node(1)
+    slot = node.ask([1]).grants[0].slot
+    assert node.placement.abort(block_key(1), 0) == slot
+    assert node.placement.used_bytes == 0
+    assert not node.placement.pending(block_key(1), 0)
+    assert node.ask([1]).grants == [Grant(0, slot)]
+
+
+def test_commit_and_abort_of_what_was_not_granted_are_bugs() -> None:
+    node = Node(1)
+    with pytest.raises(AssertionError, match="granted"):
+        node.placement.commit(block_key(1), 0, 0.0)
+    node.store([1])
+    with pytest.raises(AssertionError, match="being written"):
+        node.placement.commit(block_key(1), 0, 0.0)
+    with pytest.raises(AssertionError, match="being written"):
+        node.placement.abort(block_key(1), 0)
+
+
+def test_held_blocks_stay_until_every_hold_is_released() -> None:
+    node = Node(2)
+    node.store([1])
+    node.store([11])
+    for _ in range(2):
+        node.placement.hold(block_key(1))
+    assert gone(node.store([21])) == [11]
+    node.placement.release(block_key(1))
+    node.touch(21)
+    assert gone(node.store([31])) == [21]
+    node.placement.release(block_key(1))
+    assert gone(node.store([41])) == [1]
+
+
+def test_holds_of_strangers_are_bugs() -> None:
+    node = Node(2)
+    with pytest.raises(AssertionError, match="can be held"):
+        node.placement.hold(block_key(1))
+    with pytest.raises(AssertionError, match="is held"):
+        node.placement.release(block_key(1))
+
+
+def test_drop_takes_held_blocks_and_their_hold_can_still_be_released() -> None:
+    node = Node(2)
+    slot = node.store([1]).grants[0].slot
+    node.placement.hold(block_key(1))
+    assert node.placement.drop(block_key(1)) == [Evicted(block_key(1), 0, slot)]
+    assert node.placement.drop(block_key(1)) == []
+    node.placement.release(block_key(1))
+    assert node.placement.used_bytes == 0
+
+
+def test_drop_leaves_what_is_being_written() -> None:
+    node = Node(2)
+    node.store([1], shard=0)
+    node.ask([1], shard=1)
+    assert [evicted.shard for evicted in node.placement.drop(block_key(1))] == [0]
+    assert node.placement.pending(block_key(1), 1)
+    node.placement.commit(block_key(1), 1, 9.0)
+    assert node.placement.audit() == []
+
+
+def test_a_dropped_parent_makes_orphans_that_go_first() -> None:
+    node = Node(4)
+    node.store([11])
+    node.store([1, 2, 3])
+    node.placement.drop(block_key(1))
+    assert gone(node.store([21, 22])) == [3]
+    assert gone(node.store([31])) == [2]
+
+
+def test_all_shards_of_a_block_go_together() -> None:
+    node = Node(6)
+    for shard in range(3):
+        node.store([1], shard=shard)
+    node.store([11], shard=0)
+    node.store([11], shard=1)
+    admission = node.store([21, 22])
+    assert [(number_of(e.key), e.shard) for e in admission.evicted] == [(1, 0), (1, 1), (1, 2)]
+    assert node.held() == [11, 11, 21, 22]
+
+
+def test_a_block_with_a_shard_being_written_stays() -> None:
+    node = Node(3)
+    node.store([1], shard=0)
+    node.ask([1], shard=1)
+    node.store([11])
+    assert gone(node.store([21])) == [11]
+
+
+# --- the tier below
+
+
+def test_saved_blocks_go_at_once_unsaved_ones_are_demoted_first() -> None:
+    node = Node(3, lower_tier=True)
+    node.store([1])
+    node.store([11])
+    node.store([21])
+    node.placement.saved(block_key(1), 0)
+    admission = node.ask([31, 32])
+    assert gone(admission) == [1]
+    assert [grant.index for grant in admission.grants] == [0]
+    assert admission.refused == [1]
+    assert [(t.kind, number_of(t.key), t.num_bytes) for t in admission.transfers] == [("demote", 11, MIB)]
+    assert node.placement.resident(block_key(11), 0) is not None
+    node.placement.complete(admission.transfers[0], ok=True)
+    again = node.ask([32], parent=31)
+    assert gone(again) == [11]
+    assert len(again.grants) == 1
+    counters = node.placement.counters
+    assert (counters.demoted, counters.evicted, counters.dropped_unsaved) == (1, 2, 0)
+
+
+def test_what_cannot_be_demoted_is_dropped_and_counted() -> None:
+    node = Node(1, lower_tier=True)
+    node.store([1])
+    admission = node.ask([11])
+    node.placement.complete(admission.transfers[0], ok=False)
+    assert node.held() == [1]
+    assert gone(node.ask([11])) == [1]
+    counters = node.placement.counters
+    assert (counters.transfers_failed, counters.dropped_unsaved, counters.demoted) == (1, 1, 0)
+
+
+def test_a_block_used_while_it_was_demoted_stays_if_others_can_go() -> None:
+    node = Node(2, lower_tier=True)
+    node.store([1])
+    node.store([11])
+    admission = node.ask([21])
+    assert wanted(admission) == [1]
+    node.touch(1)
+    node.placement.complete(admission.transfers[0], ok=True)
+    assert wanted(node.ask([21])) == [11]
+
+
+def test_a_chain_is_demoted_whole_and_leaves_leaf_first() -> None:
+    node = Node(3, lower_tier=True)
+    node.store([1, 2, 3])
+    admission = node.ask([11, 12, 13])
+    assert wanted(admission) == [3, 2, 1]
+    for transfer in reversed(admission.transfers):
+        node.placement.complete(transfer, ok=True)
+    assert gone(node.store([11, 12, 13])) == [3, 2, 1]
+
+
+def test_a_saved_parent_waits_for_its_child_to_be_demoted() -> None:
+    node = Node(2, lower_tier=True)
+    node.store([1, 2])
+    node.placement.saved(block_key(1), 0)
+    admission = node.ask([11, 12])
+    assert (wanted(admission), gone(admission), admission.refused) == ([2], [], [0, 1])
+    node.placement.complete(admission.transfers[0], ok=True)
+    assert gone(node.ask([11, 12])) == [2, 1]
+
+
+def test_no_shard_leaves_before_all_are_saved() -> None:
+    node = Node(2, lower_tier=True)
+    for shard in range(2):
+        node.store([1], shard=shard)
+    node.placement.saved(block_key(1), 0)
+    admission = node.ask([11])
+    assert [(t.shard, number_of(t.key)) for t in admission.transfers] == [(1, 1)]
+    assert admission.evicted == []
+    node.placement.complete(admission.transfers[0], ok=True)
+    assert len(node.ask([11]).evicted) == 2
+
+
+def test_blocks_in_transfer_stay_and_are_not_asked_for_twice() -> None:
+    node = Node(1, lower_tier=True)
+    node.store([1])
+    assert len(node.ask([11]).transfers) == 1
+    again = node.ask([12])
+    assert (again.refused, again.transfers, again.evicted) == ([0], [], [])
+    assert node.placement.in_transfer == 1
+
+
+def test_write_behind_takes_the_longest_committed_first() -> None:
+    node = Node(8, lower_tier=True)
+    node.store([1, 2])
+    node.ask([3], parent=2)
+    node.store([11, 12])
+    assert [number_of(t.key) for t in node.placement.next_saves(3 * MIB)] == [1, 2, 11]
+    assert [number_of(t.key) for t in node.placement.next_saves(1)] == [12]
+    assert node.placement.next_saves(8 * MIB) == []
+    assert (node.placement.in_transfer, node.placement.num_unsaved) == (4, 4)
+    assert node.placement.audit() == []
+
+
+def test_write_behind_tries_again_but_not_for_ever() -> None:
+    node = Node(2, lower_tier=True)
+    node.store([1])
+    for _ in range(3):
+        [transfer] = node.placement.next_saves(MIB)
+        node.placement.complete(transfer, ok=False)
+    assert node.placement.next_saves(MIB) == []
+    assert node.placement.num_unsaved == 0
+    node.placement.unsaved(block_key(1), 0)
+    [transfer] = node.placement.next_saves(MIB)
+    node.placement.complete(transfer, ok=True)
+    assert node.placement.saved_records() == [(block_key(1), 0)]
+    assert node.placement.counters.saved == 1
+
+
+def test_what_came_from_below_is_not_saved_again() -> None:
+    node = Node(2, lower_tier=True)
+    node.ask([1])
+    node.placement.saved(block_key(1), 0)
+    node.placement.commit(block_key(1), 0, 1.0)
+    assert node.placement.next_saves(MIB) == []
+    node.placement.unsaved(block_key(1), 0)
+    assert len(node.placement.next_saves(MIB)) == 1
+
+
+def test_news_of_strangers_is_ignored() -> None:
+    node = Node(2, lower_tier=True)
+    node.placement.saved(block_key(1), 0)
+    node.placement.unsaved(block_key(1), 0)
+    assert node.placement.num_unsaved == 0
+
+
+def test_without_a_tier_below_nothing_is_saved() -> None:
+    node = Node(2)
+    node.store([1])
+    assert node.placement.next_saves(MIB) == []
+    assert node.placement.num_unsaved == 0
+
+
+def test_the_end_of_a_dropped_blocks_transfer_is_void() -> None:
+    node = Node(2, lower_tier=True)
+    node.store([1])
+    [stale] = node.placement.next_saves(MIB)
+    node.placement.drop(block_key(1))
+    node.placement.complete(stale, ok=True)
+    node.store([1])
+    node.placement.complete(stale, ok=True)
+    assert node.placement.saved_records() == []
+    [fresh] = node.placement.next_saves(MIB)
+    node.placement.complete(stale, ok=False)
+    assert node.placement.in_transfer == 1
+    node.placement.complete(fresh, ok=True)
+    assert node.placement.saved_records() == [(block_key(1), 0)]
+    assert node.placement.audit() == []
+
+
+# --- several sizes in a small arena
+
+BIG = 11_796_480
+HALF = BIG // 2
+
+
+def test_another_models_blocks_take_room_run_by_run_coldest_first() -> None:
+    node = Node(64)
+    node.store(range(1, 6), num_bytes=BIG)
+    assert node.placement.used_bytes == 5 * BIG
+    admission = node.store([101, 102, 103], num_bytes=HALF)
+    assert len(admission.grants) == 3
+    assert gone(admission) == [5, 4]
+    admission = node.store([104], parent=103, num_bytes=HALF)
+    assert (len(admission.grants), gone(admission)) == (1, [])
+    node.touch(1, 2, 3)
+    admission = node.store([11], num_bytes=BIG)
+    assert gone(admission) == [104, 103]
+
+
+def test_a_size_evicts_its_own_while_they_are_the_coldest() -> None:
+    node = Node(24)
+    node.store([1], num_bytes=BIG)
+    node.store([101], num_bytes=HALF)
+    node.store([102], num_bytes=HALF)
+    node.touch(1)
+    assert gone(node.store([103], num_bytes=HALF)) == [101]
+    assert gone(node.store([11], num_bytes=BIG)) == [103, 102] or node.held() == [11, 102, 103]
+
+
+def test_a_run_is_given_up_with_all_descendants_of_its_blocks() -> None:
+    node = Node(12)
+    node.store(range(1, 13))
+    node.touch(*range(12, 3, -1))
+    admission = node.store([101], num_bytes=HALF)
+    assert len(admission.grants) == 1
+    assert sorted(gone(admission)) == list(range(1, 13))
+    assert gone(admission) == list(range(12, 0, -1))
+
+
+def test_held_and_busy_blocks_keep_their_run() -> None:
+    node = Node(24)
+    node.store([1], num_bytes=BIG)
+    node.store([2], num_bytes=BIG)
+    node.placement.hold(block_key(1))
+    node.placement.hold(block_key(2))
+    assert node.ask([101], num_bytes=HALF).refused == [0]
+    node.placement.release(block_key(2))
+    assert gone(node.store([101], num_bytes=HALF)) == [2]
+
+
+def test_a_run_is_demoted_before_it_is_given_up() -> None:
+    node = Node(24, lower_tier=True)
+    node.store([1], num_bytes=BIG)
+    node.store([2], num_bytes=BIG)
+    admission = node.ask([101, 102], num_bytes=HALF)
+    assert (wanted(admission), gone(admission), admission.refused) == ([1], [], [0, 1])
+    node.placement.complete(admission.transfers[0], ok=True)
+    admission = node.store([101, 102], num_bytes=HALF)
+    assert (gone(admission), len(admission.grants)) == ([1], 2)
+
+
+def test_a_block_larger_than_the_arena_is_refused_and_evicts_nothing() -> None:
+    node = Node(4)
+    node.store([1, 2, 3, 4])
+    admission = node.ask([11], num_bytes=5 * MIB)
+    assert (admission.refused, admission.evicted) == ([0], [])
+
+
+def test_blocks_of_one_call_have_one_size() -> None:
+    node = Node(4)
+    with pytest.raises(AssertionError, match="one size"):
+        node.placement.admit([NewBlock(block_key(n), 0, None, n * MIB) for n in (1, 2)], 0.0)
+
+
+# --- restart
+
+
+def fingerprint(number: int | None) -> int:
+    return 0 if number is None else int.from_bytes(hashed(number)[:4], "little")
+
+
+def hashed(number: int) -> BlockKey:
+    """A key whose first bytes tell it from others, as real ones do."""
+    return BlockKey(number.to_bytes(4, "big") + bytes(12))
+
+
+def found(slot: int, number: int, parent: int | None, depth: int, **changes: object) -> Restored:
+    fields = {
+        "slot": slot,
+        "key": hashed(number),
+        "shard": 0,
+        "parent_fingerprint": fingerprint(parent),
+        "depth": depth,
+        "num_bytes": MIB,
+        "last_access": float(slot),
+        "committed": True,
+    }
+    return Restored(**(fields | changes))  # type: ignore[arg-type]
+
+
+def restarted(num_units: int, slots: Iterable[int]) -> Node:
+    """A node whose slots are taken as an earlier manager left them."""
+    first = Node(num_units)
+    table = [0] * num_units
+    slabs = SlabMap(num_units * MIB, MIB, 4096, table.__setitem__)
+    offsets = {slot: slabs.offset(slot) for slot in [slabs.take(MIB) for _ in range(num_units)] if slot is not None}
+    node = Node(num_units, lower_tier=True)
+    assert node.slabs.restore(table, {slot: offsets[slot] for slot in slots}) == []
+    assert first.placement.used_bytes == 0
+    return node
+
+
+def test_restart_keeps_blocks_their_order_and_their_writers() -> None:
+    node = restarted(6, range(5))
+    refused = node.placement.restore(
+        [
+            found(3, 2, 1, 1),
+            found(1, 1, None, 0),
+            found(2, 11, None, 0),
+            found(4, 3, 2, 2, committed=False),
+            found(0, 77, 76, 5),
+        ]
+    )
+    assert refused == []
+    assert node.placement.audit() == []
+    assert node.placement.used_bytes == 5 * MIB
+    assert node.placement.resident(hashed(2), 0) == 3
+    assert node.placement.pending(hashed(3), 0)
+    assert [t.slot for t in node.placement.next_saves(9 * MIB)] == [0, 1, 2, 3]
+
+
+def test_restored_orphans_go_first_and_chains_leaf_first() -> None:
+    node = restarted(4, range(4))
+    node.placement.restore([found(0, 1, None, 0), found(1, 2, 1, 1), found(2, 11, None, 0), found(3, 77, 76, 5)])
+    for number in (1, 2, 11, 77):
+        node.placement.saved(hashed(number), 0)
+    order = []
+    for number in (201, 202, 203, 204):
+        node.clock.advance(10.0)
+        admission = node.store([number])
+        order += [int.from_bytes(evicted.key[:4], "big") for evicted in admission.evicted]
+    assert order == [77, 2, 1, 11]
+
+
+def test_restart_gives_back_slots_of_doubles_and_misfits() -> None:
+    node = restarted(4, range(4))
+    refused = node.placement.restore(
+        [
+            found(0, 1, None, 0, last_access=1.0),
+            found(1, 1, None, 0, last_access=2.0),
+            found(2, 2, None, 0, num_bytes=5 * MIB),
+            found(3, 3, None, 0, num_bytes=0),
+        ]
+    )
+    assert sorted(refused) == [1, 2, 3]
+    assert node.placement.used_bytes == MIB
+    assert node.placement.audit() == []
