@@ -22,7 +22,13 @@ from typing_extensions import override
 from kvfleet.attachment import DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import Applied, Delta, InventoryPage, NodeId, Run
-from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, KvFleetError, TierUnavailableError
+from kvfleet.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DirectoryUnavailableError,
+    KvFleetError,
+    TierUnavailableError,
+)
 from kvfleet.node.directory import DirectoryService
 from kvfleet.node.manager import TierManager
 from kvfleet.node.messages import (
@@ -44,11 +50,13 @@ __all__ = [
     "ManagerCalls",
     "directory_actor",
     "directory_namespace",
+    "find_directory",
     "find_manager",
     "get_directory",
     "get_manager",
     "live_nodes",
     "manager_actor",
+    "running_config",
 ]
 
 T = TypeVar("T")
@@ -149,13 +157,38 @@ def find_manager(fleet: str, node: NodeId) -> ActorHandle[Any] | None:
         return None
 
 
+def find_directory(fleet: str) -> ActorHandle[Any] | None:
+    """The handle of a directory, None if there is none."""
+    try:
+        return get_directory(fleet)
+    except ValueError:
+        return None
+
+
+def running_config(fleet: str, timeout_s: float) -> FleetConfig:
+    """The settings a running fleet was started with.
+
+    Raises:
+        ConfigError: there is no such fleet.
+        DirectoryUnavailableError: its directory does not answer in time.
+    """
+    directory = find_directory(fleet)
+    if directory is None:
+        raise ConfigError("name", f"no fleet {fleet!r} is running here; `kvfleet up` starts one")
+    try:
+        config: FleetConfig = ray.get(directory.config.options(max_task_retries=-1).remote(), timeout=timeout_s)
+    except RayError as error:
+        raise DirectoryUnavailableError(_first_line(error)) from error
+    return config
+
+
 def get_directory(fleet: str) -> ActorHandle[Any]:
     """The handle of a running directory. ValueError: there is none."""
     return ray.get_actor(_DIRECTORY, namespace=directory_namespace(fleet))
 
 
 class ManagerCalls(ManagerPort):
-    """A client's calls to the manager of its node, which it starts if need be."""
+    """A client's calls to the manager of its node, which it starts if need be, as long as the fleet runs."""
 
     def __init__(self, config: FleetConfig, node: str) -> None:
         self._config = config
@@ -179,7 +212,9 @@ class ManagerCalls(ManagerPort):
         deadline = time.monotonic() + request.timeout_s + _GRACE_S
         stream = None
         try:
-            method = self._manager().load.options(num_returns="streaming", _generator_backpressure_num_objects=1)
+            method = self._manager(request.timeout_s).load.options(
+                num_returns="streaming", _generator_backpressure_num_objects=1
+            )
             stream = method.remote(request)
             while True:
                 ready, _ = ray.wait([stream], timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
@@ -199,14 +234,18 @@ class ManagerCalls(ManagerPort):
             if stream is not None:
                 ray.cancel(stream)
 
-    def _manager(self) -> ActorHandle[Any]:
+    def _manager(self, timeout_s: float) -> ActorHandle[Any]:
         if self._handle is None:
-            self._handle = manager_actor(self._config, self._node)
+            self._handle = find_manager(self._config.name, NodeId(self._node)) or manager_actor(
+                running_config(self._config.name, timeout_s), self._node
+            )
         return self._handle
 
     def _call(self, name: str, args: tuple[object, ...], timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
+        deadline = time.monotonic() + timeout_s + _GRACE_S
         try:
-            return ray.get(getattr(self._manager(), name).remote(*args), timeout=timeout_s + _GRACE_S)
+            answer = getattr(self._manager(timeout_s), name).remote(*args)
+            return ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError as error:
             raise DeadlineExceededError(name, timeout_s) from error
         except (RayError, ValueError) as error:

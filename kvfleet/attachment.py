@@ -6,6 +6,7 @@ mapping outlives the manager: while it is away or restarting, what is in the are
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -15,7 +16,8 @@ from typing import Protocol
 
 from kvfleet.core.directory import Run
 from kvfleet.errors import ConfigError, KvFleetError, TierUnavailableError
-from kvfleet.node.arena import Arena, FileLock
+from kvfleet.node.arena import Arena
+from kvfleet.node.arenadir import FileLock
 from kvfleet.node.messages import (
     Attachment,
     CommitReply,
@@ -54,6 +56,14 @@ class DirectoryPort(Protocol):
         """See `Directory.locate`."""
 
 
+def _inode(arena: Arena) -> int | None:
+    """Which file is at an arena's path; None if there is none, as after a shutdown."""
+    try:
+        return os.stat(arena.path).st_ino
+    except FileNotFoundError:
+        return None
+
+
 class AttachedNode:
     """The arena of this node as one client sees it.
 
@@ -65,14 +75,17 @@ class AttachedNode:
         self._manager = manager
         self._lock = threading.Lock()
         self._arena: Arena | None = None
+        self._inode: int | None = None
         self._retry_at = 0.0
+        self._closed = False
+        self._pid = os.getpid()
         self.client_id = secrets.randbits(63) | 1
         self._client_lock: FileLock | None = None
 
     @property
     def arena(self) -> Arena | None:
-        """The mapped arena, or None before the first successful `attach`."""
-        return self._arena
+        """The mapped arena, or None before the first successful `attach`, and in a forked child."""
+        return self._arena if os.getpid() == self._pid else None
 
     def attach(self, timeout_s: float, *, again: bool = False) -> Arena:
         """Map the node's arena, unless it is mapped already.
@@ -85,8 +98,12 @@ class AttachedNode:
             ConfigError: the node has no arena, and why.
             KvFleetError: the manager did not answer, or did not a moment ago.
         """
+        if os.getpid() != self._pid:  # the lock that keeps our slots is the parent's
+            raise TierUnavailableError("dram", "this client was made before a fork: make one in the child")
         with self._lock:
-            if self._arena is not None and not again:
+            if self._closed:
+                raise TierUnavailableError("dram", "this client is closed")
+            if self._arena is not None and not again and not self._replaced(self._arena):
                 return self._arena
             if time.monotonic() < self._retry_at:
                 raise TierUnavailableError("dram", "the node's manager did not answer a moment ago")
@@ -99,21 +116,31 @@ class AttachedNode:
                 self._retry_at = time.monotonic() + _RETRY_S
                 raise
 
+    @property
+    def stale(self) -> bool:
+        """Whether there is something to attach: nothing is mapped yet, or another arena has taken its place."""
+        return self.arena is None or self._replaced(self.arena)
+
+    def _replaced(self, arena: Arena) -> bool:
+        found = _inode(arena)
+        return found is not None and found != self._inode
+
     def _map(self, attachment: Attachment) -> Arena:
         if self._arena is not None and self._arena.arena_id == attachment.arena_id:
             return self._arena
+        arena = Arena.attach(Path(attachment.arena_path), attachment.arena_id)
         lock = FileLock(Path(attachment.clients_dir) / f"{self.client_id:016x}")
+        if self._client_lock is not None:
+            self._client_lock.release()  # it may be the same file; nothing is reserved in the new arena yet
         if not lock.acquire():
             raise TierUnavailableError("dram", "this client's lock file is held by another process")
-        arena = Arena.attach(Path(attachment.arena_path), attachment.arena_id)
-        if self._client_lock is not None:
-            self._client_lock.release()
-        self._arena, self._client_lock = arena, lock
+        self._arena, self._client_lock, self._inode = arena, lock, _inode(arena)
         return arena
 
     def close(self) -> None:
-        """Let go of the arena. Reserved slots go back to the node."""
+        """Let go of the arena, for good. Reserved slots go back to the node."""
         with self._lock:
+            self._closed = True
             if self._client_lock is not None:
                 self._client_lock.release()
                 self._client_lock = None

@@ -123,7 +123,7 @@ class Client:
 
     def _arena(self) -> tuple[Arena | None, Miss | None]:
         """The node's arena, attached if it can be within a lookup's time."""
-        if self._node.arena is None:
+        if self._node.stale:
             try:
                 self.attach(self._config.lookup_timeout_s)
             except KvFleetError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import worker
 from ray.exceptions import RayError
 
 from kvfleet import actors
@@ -15,7 +16,7 @@ from kvfleet.client import Client
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import NodeId
 from kvfleet.core.layout import ModelSpec
-from kvfleet.errors import ConfigError, DirectoryUnavailableError
+from kvfleet.errors import ConfigError, KvFleetError
 from kvfleet.node.directory import DirectoryStatus
 from kvfleet.node.manager import NodeStatus
 
@@ -100,11 +101,10 @@ class Fleet:
         return {node: manager for node, manager in found.items() if manager is not None}
 
     def _directory_status(self) -> DirectoryStatus | None:
-        try:
-            directory = actors.get_directory(self.config.name)
-            status: DirectoryStatus = ray.get(directory.status.remote(), timeout=_CALL_TIMEOUT_S)
-        except (RayError, ValueError):
+        directory = actors.find_directory(self.config.name)
+        if directory is None:
             return None
+        status: DirectoryStatus | None = _answer(directory.status.remote(), time.monotonic() + _CALL_TIMEOUT_S)
         return status
 
     def wait_for_shared(self, timeout_s: float) -> bool:
@@ -129,7 +129,7 @@ class Fleet:
     def stop(self, *, drain_timeout_s: float = 60.0) -> int:
         """End the fleet: save what the shared tier does not have yet, then stop all its actors and free the arenas.
 
-        Ray goes on, unless `start` had started it.
+        Ray goes on, unless `start` had started it. Stopping twice is fine.
 
         Args:
             drain_timeout_s: longest time for saving.
@@ -137,16 +137,19 @@ class Fleet:
         Returns:
             How many blocks could not be saved; 0 without a shared tier.
         """
+        if not ray.is_initialized():
+            return 0  # the Ray that we had started is gone, and the fleet with it
         self.close()
         managers = self._managers()
-        unsaved: int = sum(_gather([m.drain.remote(drain_timeout_s) for m in managers.values()], drain_timeout_s))
-        _gather([m.shutdown.remote() for m in managers.values()], _CALL_TIMEOUT_S)
+        # Tried again while a manager restarts: both calls may be made twice.
+        drains = [m.drain.options(max_task_retries=-1).remote(drain_timeout_s) for m in managers.values()]
+        unsaved: int = sum(_gather(drains, drain_timeout_s))
+        _gather([m.shutdown.options(max_task_retries=-1).remote() for m in managers.values()], _CALL_TIMEOUT_S)
         for manager in managers.values():
             ray.kill(manager, no_restart=True)
-        try:
-            ray.kill(actors.get_directory(self.config.name), no_restart=True)
-        except ValueError:
-            _log.info("the directory was gone already")
+        directory = actors.find_directory(self.config.name)
+        if directory is not None:
+            ray.kill(directory, no_restart=True)
         if self._owns_ray:
             ray.shutdown()
         return unsaved
@@ -164,7 +167,7 @@ def _answer(call: Any, deadline: float) -> Any:  # noqa: ANN401  whatever was ca
     try:
         return ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
     except RayError as error:
-        _log.warning("no answer from a manager: %s", error)
+        _log.warning("no answer: %s", error)
         return None
 
 
@@ -174,54 +177,60 @@ def _here() -> str:
 
 
 def _join_ray(address: str | None) -> bool:
-    """Connect to Ray. Returns whether we started it."""
+    """Connect to Ray, unless this process is. Returns whether a new Ray was started for that."""
     if ray.is_initialized():
         return False
-    context = ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    return address is None and "started" in str(context)
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    node = worker._global_node  # nothing public tells whether it is ours
+    return node is not None and node.head
 
 
 def start(config: FleetConfig | None = None, *, address: str | None = None) -> Fleet:
     """Start a fleet, and this node's manager with it. Managers of other nodes start with their first client, or `up`.
 
+    A fleet of that name and with those settings that runs already is joined.
+
     Args:
         config: settings; they hold for the whole fleet until it is stopped.
-        address: of a Ray cluster. None: the one this process is connected to, else one found running, else a new
-            one on this machine.
+        address: of a Ray cluster. None: the one this process is connected to, else the one that RAY_ADDRESS or
+            `ray start` on this machine names, else a new one on this machine.
 
     Raises:
         ConfigError: a fleet of that name runs already with other settings; or this node cannot have an arena, and
-            why. Nothing is left running.
+            why. A new fleet is gone again then; one that ran before goes on without this node.
+        KvFleetError: the actors did not start within `attach_timeout_s`. Likewise.
+        ConnectionError: there is no Ray at `address`.
     """
     config = config or FleetConfig()
-    owns_ray = _join_ray(address)
-    fleet = Fleet(config, owns_ray=owns_ray)
-    directory = actors.directory_actor(config, _here())
-    running: FleetConfig = ray.get(directory.config.remote(), timeout=config.attach_timeout_s)
-    if running != config:
-        raise ConfigError("name", f"a fleet {config.name!r} runs with other settings: connect to it, or stop it first")
-    manager = actors.manager_actor(config, _here())
-    attachment = ray.get(manager.attach.remote(), timeout=config.attach_timeout_s)
-    if attachment.problem:
-        fleet.stop(drain_timeout_s=0.1)
-        raise ConfigError("fleet", attachment.problem)
+    fleet = Fleet(config, owns_ray=_join_ray(address))
+    joins = actors.find_directory(config.name) is not None
+    actors.directory_actor(config, _here())
+    try:
+        if actors.running_config(config.name, config.attach_timeout_s) != config:
+            joins = True  # if not before, then another process was faster just now
+            problem = f"a fleet {config.name!r} runs with other settings: connect to it, or stop it first"
+            raise ConfigError("name", problem)
+        attachment = actors.ManagerCalls(config, _here()).attach(config.attach_timeout_s)
+        if attachment.problem:
+            raise ConfigError("fleet", attachment.problem)
+    except KvFleetError:
+        if not joins:
+            fleet.stop(drain_timeout_s=0.0)
+        raise
     return fleet
 
 
 def connect(name: str = "default", *, address: str | None = None) -> Fleet:
     """Join a running fleet from any process of its Ray cluster.
 
+    Args:
+        name: of the fleet.
+        address: of the Ray cluster. None: the one this process is connected to, else any that runs here.
+
     Raises:
         ConfigError: there is no such fleet.
         DirectoryUnavailableError: it does not answer.
+        ConnectionError: there is no Ray at `address`.
     """
     _join_ray(address or "auto")
-    try:
-        directory = actors.get_directory(name)
-    except ValueError as error:
-        raise ConfigError("name", f"no fleet {name!r} is running here; `kvfleet up` starts one") from error
-    try:
-        config: FleetConfig = ray.get(directory.config.remote(), timeout=_CALL_TIMEOUT_S)
-    except RayError as error:
-        raise DirectoryUnavailableError(str(error)) from error
-    return Fleet(config, owns_ray=False)
+    return Fleet(actors.running_config(name, _CALL_TIMEOUT_S), owns_ray=False)

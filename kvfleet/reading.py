@@ -58,10 +58,12 @@ class Reading:
         return bool(self.outcomes) and isinstance(self.outcomes[-1], Miss)
 
     def local(self) -> None:
-        """Copy the first blocks, those that were local at the lookup."""
+        """Copy the first blocks, those that were local at the lookup, up to one that has left since."""
         runs = self._hit.runs
         if runs and runs[0].local:
             self._copy([Source.DRAM] * runs[0].stop)
+        if self._missed and self.outcomes[-1] is Miss.EVICTED:
+            self.outcomes.pop()  # `rest` may find it elsewhere
 
     def rest(self, manager: ManagerPort, namespace: Namespace, num_bytes: int) -> None:
         """Have the manager bring the blocks from the next one on, and copy them as they come."""

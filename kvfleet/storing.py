@@ -27,6 +27,7 @@ __all__ = ["StoreJob", "StoreTask", "StoreWorker"]
 
 _log = logging.getLogger(__name__)
 _COMMIT_RETRY_S = 0.25
+_GIVE_BACK_TIMEOUT_S = 1.0
 
 Fill = Callable[[int, Bytes], int]
 """Writes block `index` of the prefix into a slot and returns the xxh3-64 of what it wrote."""
@@ -148,8 +149,8 @@ class StoreWorker:
         while (job := self._jobs.get()) is not None:
             try:
                 result = self._store(job)
-            except Exception as error:  # noqa: BLE001  whatever a caller's fill raises must not end the thread
-                _log.warning("store dropped: %r", error)
+            except Exception as error:  # a bug of ours must not end the thread
+                _log.exception("store dropped")
                 result = StoreResult(dropped=job.num_blocks, published=False, reason=type(error).__name__)
             with self._lock:
                 self._queued_bytes -= job.num_blocks * self._layout.block_bytes
@@ -162,34 +163,52 @@ class StoreWorker:
         published, reason = True, ""
         position, stop = job.first, job.first + job.num_blocks
         while position < stop and not reason:
-            arena = self._node.attach(min(self._config.attach_timeout_s, self._config.store_timeout_s))
-            batch = self._batch_blocks(arena)
-            end = min(position + batch, stop)
-            here = arena.records.find(job.keys[position * KEY_BYTES : end * KEY_BYTES], self._shard).slots >= 0
-            if here.all():
-                already += end - position
+            try:
+                position, one = self._store_next(job, position, deadline)
+            except KvFleetError as error:
+                published, reason = False, type(error).__name__
+                _log.info("store stopped short: %s", error)
             else:
-                one = self._store_batch(job, position, end, arena, deadline)
                 stored, already = stored + one.stored, already + one.already
                 published, reason = published and one.published, one.reason
-            position = end
         dropped = job.num_blocks - stored - already
         assert dropped >= 0
         return StoreResult(stored, already, dropped, published, stored * self._layout.block_bytes, reason)
 
+    def _store_next(self, job: StoreJob, start: int, deadline: float) -> tuple[int, StoreResult]:
+        """One batch of a job, from block `start` on. Returns where the next one starts, and what became of this one.
+
+        Raises:
+            KvFleetError: the manager could not be asked.
+        """
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return start, StoreResult(published=False, reason="deadline")
+        arena = self._node.attach(min(left, self._config.attach_timeout_s))
+        stop = min(start + self._batch_blocks(arena), job.first + job.num_blocks)
+        keys = job.keys[start * KEY_BYTES : stop * KEY_BYTES]
+        if (arena.records.find(keys, self._shard).slots >= 0).all():
+            return stop, StoreResult(already=stop - start)
+        reply = self._reserve(job, start, keys, arena, deadline)
+        if reply.arena_id != arena.arena_id:
+            # Only a reservation made while our lock file is beside the arena is safe to write to: ask again.
+            self._node.attach(left, again=True)
+            return start, StoreResult()
+        if not reply.slots:
+            return stop, StoreResult(already=reply.already, reason="no_room" if reply.refused else "")
+        return stop, self._write(job, start, reply, arena, deadline)
+
     def _batch_blocks(self, arena: Arena) -> int:
         return max(1, int(arena.capacity_bytes * self._config.reserve_bytes_max) // self._layout.block_bytes)
 
-    def _store_batch(self, job: StoreJob, start: int, stop: int, arena: Arena, deadline: float) -> StoreResult:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return StoreResult(published=False, reason="deadline")
+    def _reserve(self, job: StoreJob, start: int, keys: bytes, arena: Arena, deadline: float) -> ReserveReply:
         self._sequence += 1
+        left = max(0.0, deadline - time.monotonic())
         request = ReserveRequest(
             client_id=self._node.client_id,
             sequence=self._sequence,
             namespace=self._namespace,
-            keys=job.keys[start * KEY_BYTES : stop * KEY_BYTES],
+            keys=keys,
             parent=job.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else b"",
             depth=start,
             shard=self._shard,
@@ -198,19 +217,19 @@ class StoreWorker:
         )
         self.stats.called("reserve")
         try:
-            reply = self._manager.reserve(request, left)
-        except KvFleetError as error:
-            return StoreResult(published=False, reason=type(error).__name__)
-        if reply.arena_id != arena.arena_id:
-            self._node.attach(left, again=True)
-            return StoreResult(published=False, reason="arena_replaced")
-        if not reply.slots:
-            return StoreResult(already=reply.already, reason="no_room" if reply.refused else "")
+            return self._manager.reserve(request, left)
+        except KvFleetError:
+            self._give_back(arena)  # whatever was reserved without our hearing of it
+            raise
+
+    def _write(self, job: StoreJob, start: int, reply: ReserveReply, arena: Arena, deadline: float) -> StoreResult:
+        """Fill the granted slots and commit them."""
         try:
             checksums = self._fill(job, start, reply, arena)
-        except Exception:
-            self._commit(reply, (), deadline)
-            raise
+        except Exception as error:  # noqa: BLE001  whatever a caller's fill raises must not end the thread
+            _log.warning("store dropped: %r", error)
+            self._give_back(arena)
+            return StoreResult(already=reply.already, published=False, reason=type(error).__name__)
         commit = self._commit(reply, checksums, deadline)
         if commit is None:
             return StoreResult(already=reply.already, published=False, reason="commit_lost")
@@ -238,3 +257,13 @@ class StoreWorker:
                 _log.info("commit will be tried again: %s", error)
                 time.sleep(min(_COMMIT_RETRY_S, left))
         return None
+
+    def _give_back(self, arena: Arena) -> None:
+        """Free what this client has reserved. Tried once: if it fails, the next reserve does it, or our end."""
+        self._sequence += 1
+        request = CommitRequest(self._node.client_id, self._sequence, arena.arena_id, (), (), (), _GIVE_BACK_TIMEOUT_S)
+        self.stats.called("commit")
+        try:
+            self._manager.commit(request, _GIVE_BACK_TIMEOUT_S)
+        except KvFleetError as error:
+            _log.info("slots not given back: %s", error)

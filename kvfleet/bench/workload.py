@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -32,10 +33,10 @@ def spec_of(block_tokens: int) -> ModelSpec:
 
 
 class Prompts:
-    """Prompts without a common prefix, the same ones each time."""
+    """Prompts without a common prefix, the same ones each time, others for another length."""
 
     def __init__(self, num_tokens: int) -> None:
-        self._random = np.random.default_rng(_SEED)
+        self._random = np.random.default_rng((_SEED, num_tokens))
         self._num_tokens = num_tokens
 
     def next(self) -> Tokens:
@@ -49,7 +50,8 @@ def kv_array(layout: BlockLayout, num_blocks: int) -> Words:
     assert layout.itemsize == 2
     shape = list(layout.shape)
     shape[layout.token_axis] *= num_blocks
-    return np.random.default_rng(_SEED).integers(0, 1 << 16, shape, np.uint16)
+    words = np.random.default_rng(_SEED).integers(0, 2**64 - 1, math.prod(shape) // 4, np.uint64, endpoint=True)
+    return words.view(np.uint16).reshape(shape)
 
 
 def memcpy(kv: Words, num_blocks: int) -> Run:
@@ -91,7 +93,7 @@ def wait_until_populated(fleet: Fleet) -> None:
     deadline = time.monotonic() + _POPULATE_TIMEOUT_S
     while True:
         status = fleet.status()
-        if not status.silent and all(node.populated_bytes == node.capacity_bytes for node in status.nodes):
+        if not status.silent and all(node.populated_bytes >= node.capacity_bytes for node in status.nodes):
             return
         if time.monotonic() > deadline:
             raise DeadlineExceededError("populating the arenas", _POPULATE_TIMEOUT_S)

@@ -39,9 +39,11 @@ class DemoCluster:
         """
         strategy = NodeAffinitySchedulingStrategy(self._node_ids[node], soft=False)
         # One call a process: nothing but what kvfleet keeps is left of it for the next one.
-        options: dict[str, Any] = {"max_calls": 1, "max_retries": 0, "num_cpus": 1, "num_returns": "streaming"}
+        options: dict[str, Any] = {
+            "max_calls": 1, "max_retries": 0, "num_cpus": 1, "num_returns": "streaming", "scheduling_strategy": strategy,
+        }  # fmt: skip
         try:
-            for ref in ray.remote(work).options(**options, scheduling_strategy=strategy).remote(*args, **kwargs):
+            for ref in ray.remote(**options)(work).remote(*args, **kwargs):
                 yield ray.get(ref)
         except RayTaskError as error:
             if isinstance(error.cause, KvFleetError):
@@ -64,12 +66,7 @@ def demo_cluster(num_nodes: int, directory: Path, settings: Mapping[str, str]) -
         cluster = Cluster(shutdown_at_exit=True)
         try:
             for _ in range(num_nodes):
-                cluster.add_node(
-                    num_cpus=1,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    include_dashboard=False,
-                    node_ip_address="127.0.0.1",
-                )
+                cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
             ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
             first = ray.get_runtime_context().get_node_id()
             others = (node["NodeID"] for node in ray.nodes() if node["NodeID"] != first)

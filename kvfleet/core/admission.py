@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvfleet.core.block import BlockKey
 
@@ -20,16 +20,14 @@ class NewBlock:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A slot for the block at `index` of those asked for."""
 
     index: int
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(NamedTuple):
     """A record that left its slot."""
 
     key: BlockKey

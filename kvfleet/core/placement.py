@@ -113,9 +113,10 @@ class Placement:
         waiting = deque(wanted.values())
         if blocks:
             assert len({block.num_bytes for block in blocks}) == 1, "blocks of one call have one size"
+            size = self._slabs.slot_size(blocks[0].num_bytes)
             self._grant(blocks, waiting, answer, now)
             if waiting:
-                self._make_room(self._slabs.slot_size(blocks[0].num_bytes), len(waiting), protected, answer)
+                self._make_room(size, len(waiting), protected, answer)
                 self._grant(blocks, waiting, answer, now)
         answer.refused.extend(waiting)
         self.counters.admitted += len(answer.grants)
@@ -246,16 +247,16 @@ class Placement:
 
         policy = self._residents.policy(size)
         own = deque(policy.victims(need, worth) if policy is not None else ())
-        leaving: dict[BlockKey, None] = {}
-        for window in self._slabs.windows(size, self._residents.heat()):
-            while own and need > 0 and self._residents.last_use(own[0]) <= window.heat:
+        leaving: set[BlockKey] = set()
+        for window in self._slabs.windows(size, self._residents.heat()) if self._slabs.others(size) else ():
+            while own and need > 0 and self._residents.blocks[own[0]].last_used <= window.heat:
                 need -= self._let_go([own.popleft()], answer)
             if need <= 0:
                 return
             keys = self._closure(window.slots, worth, leaving)
             if keys is not None:
                 self._let_go(keys, answer)
-                leaving.update(dict.fromkeys(keys))
+                leaving.update(keys)
                 need -= self._slabs.slots_per_run(size)
         while own and need > 0:
             need -= self._let_go([own.popleft()], answer)
@@ -280,29 +281,31 @@ class Placement:
                 keys[key] = None
         return list(keys)
 
-    def _let_go(self, keys: list[BlockKey], answer: Admission) -> int:
+    def _let_go(self, keys: Sequence[BlockKey], answer: Admission) -> int:
         """Evict blocks, unless some must be saved first: then those are demoted, and all go another time.
 
         Returns:
             How many slots they have.
         """
-        records = [(key, shard) for key in keys for shard in self._residents.blocks[key].records]
-        unsaved = [
-            (key, shard) for key, shard in records if self._saves.needed(self._residents.blocks[key].records[shard])
-        ]
-        if unsaved:
-            answer.transfers.extend(self._saves.begin("demote", key, shard) for key, shard in unsaved)
-            return len(records)
+        num_slots = 0
+        num_transfers = len(answer.transfers)
         for key in keys:
-            if self._residents.policy_of(key).is_leaf(key):  # else a child of it is being demoted
-                answer.evicted.extend(self._evict(key))
-        return len(records)
+            records = self._residents.blocks[key].records
+            num_slots += len(records)
+            for shard, record in records.items():
+                if self._saves.needed(record):
+                    answer.transfers.append(self._saves.begin("demote", key, shard))
+        if len(answer.transfers) == num_transfers:
+            for key in keys:
+                if self._residents.policy_of(key).is_leaf(key):  # else a child of it is being demoted
+                    self._evict(key, answer)
+        return num_slots
 
-    def _evict(self, key: BlockKey) -> list[Evicted]:
-        records = self._residents.blocks[key].records
-        self.counters.evicted += len(records)
-        self.counters.dropped_unsaved += sum(not record.saved for record in records.values())
-        return [self._remove(key, shard) for shard in list(records)]
+    def _evict(self, key: BlockKey, answer: Admission) -> None:
+        for shard, record in list(self._residents.blocks[key].records.items()):
+            answer.evicted.append(self._remove(key, shard))
+            self.counters.evicted += 1
+            self.counters.dropped_unsaved += not record.saved
 
     def _remove(self, key: BlockKey, shard: int) -> Evicted:
         record = self._residents.remove(key, shard)

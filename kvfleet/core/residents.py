@@ -44,16 +44,20 @@ class Block:
     """All records of one key.
 
     Attributes:
+        parent: key of the block before it, or None.
         num_bytes: of each record.
         size: of their slots.
+        last_used: seconds; itself or, as far as `Residents.heat` has seen, through a block that builds on it.
         depth: how many ancestors it has here, or had when an earlier manager admitted it.
         records: by shard.
         busy: how many of them are being written or transferred. A busy block stays.
     """
 
+    parent: BlockKey | None
     num_bytes: int
     size: int
-    depth: int
+    last_used: float
+    depth: int = 0
     records: dict[int, Record] = field(default_factory=dict)
     busy: int = 0
 
@@ -67,8 +71,8 @@ class Residents:
     def __init__(self, slabs: SlabMap, policy: Callable[[], Policy]) -> None:
         self.blocks: dict[BlockKey, Block] = {}
         self.num_records = 0
-        self.last_used = np.full(slabs.num_slots, -np.inf)  # by slot, seconds; -inf: not taken
-        self._depths = np.zeros(slabs.num_slots)
+        self._heat = np.full(slabs.num_slots, -np.inf)  # as `heat` gave it
+        self._used: dict[BlockKey, None] = {}  # since then
         self._keys: list[BlockKey | None] = [None] * slabs.num_slots
         self._slabs = slabs
         self._new_policy = policy
@@ -90,12 +94,25 @@ class Residents:
         return self._keys[slot]
 
     def heat(self) -> npt.NDArray[np.float64]:
-        """`last_used`, but of blocks used at once the deeper are a little colder: leaves go first."""
-        return self.last_used - _COLDER_BY_DEPTH_S * self._depths
+        """How dear each slot is: the last use of its block, or of any that builds on it; -inf if not taken.
 
-    def last_use(self, key: BlockKey) -> float:
-        """When a block was last used."""
-        return float(max(self.last_used[record.slot] for record in self.blocks[key].records.values()))
+        Of blocks used at once the deeper are a little colder: leaves go first.
+        """
+        for key in sorted(self._used, key=lambda key: (-self.blocks[key].last_used, key)):
+            block: Block | None = self.blocks[key]
+            time = self.blocks[key].last_used
+            while block is not None:
+                block.last_used = time
+                for record in block.records.values():
+                    self._heat[record.slot] = time - _COLDER_BY_DEPTH_S * block.depth
+                block = self._parent(block)
+                if block is not None and block.last_used >= time:
+                    break
+        self._used.clear()
+        return self._heat
+
+    def _parent(self, block: Block) -> Block | None:
+        return None if block.parent is None else self.blocks.get(block.parent)
 
     def policy(self, size: int) -> Policy | None:
         """What decides among the blocks of a slot size; None if there are none."""
@@ -117,9 +134,9 @@ class Residents:
         size = self._slabs.slot_bytes(slot)
         block = self.blocks.get(new.key)
         if block is None:
-            above = self.blocks.get(new.parent) if new.parent is not None else None
-            below = 0 if above is None else above.depth + 1
-            block = self.blocks[new.key] = Block(new.num_bytes, size, below if depth is None else depth)
+            block = self.blocks[new.key] = Block(new.parent, new.num_bytes, size, now)
+            parent = self._parent(block)
+            block.depth = depth or (0 if parent is None else parent.depth + 1)
             if size not in self._policies:
                 self._policies[size] = self._new_policy()
             self._policies[size].insert(new.key, new.parent, now)
@@ -128,8 +145,7 @@ class Residents:
         block.records[new.shard] = Record(slot)
         block.busy += 1
         self.num_records += 1
-        self.last_used[slot] = now
-        self._depths[slot] = block.depth
+        self._used[new.key] = None
         self._keys[slot] = new.key
 
     def remove(self, key: BlockKey, shard: int) -> Record:
@@ -138,11 +154,12 @@ class Residents:
         record = block.records.pop(shard)
         block.busy -= (not record.committed) + (record.transfer != 0)
         self.num_records -= 1
-        self.last_used[record.slot] = -np.inf
+        self._heat[record.slot] = -np.inf
         self._keys[record.slot] = None
         self._slabs.give(record.slot)
         if not block.records:
             del self.blocks[key]
+            self._used.pop(key, None)
             policy = self._policies[block.size]
             policy.remove(key)
             if not len(policy):
@@ -152,10 +169,10 @@ class Residents:
     def touch(self, key: BlockKey, now: float) -> None:
         """Note a use of a block, if it is here."""
         block = self.blocks.get(key)
-        if block is not None:
+        if block is not None and now > block.last_used:
+            block.last_used = now
             self._policies[block.size].touch(key, now)
-            for record in block.records.values():
-                self.last_used[record.slot] = max(now, self.last_used[record.slot])
+            self._used[key] = None
 
     def audit(self) -> list[str]:
         """What does not add up; nothing, unless there is a bug."""
@@ -172,11 +189,13 @@ class Residents:
             busy = sum((not record.committed) + (record.transfer != 0) for record in block.records.values())
             if busy != block.busy:
                 findings.append(f"{key.hex()}: {busy} records busy, {block.busy} counted")
-        taken = sum(key is not None for key in self._keys), int(np.sum(self.last_used > -np.inf))
-        if taken != (self.num_records, self.num_records) or used != self._slabs.used_bytes:
+        taken = sum(key is not None for key in self._keys)
+        if (taken, used) != (self.num_records, self._slabs.used_bytes):
             findings.append(
-                f"{self.num_records} records counted, slots {taken}; {used} bytes of {self._slabs.used_bytes}"
+                f"{self.num_records} records, {taken} slots taken; {used} of {self._slabs.used_bytes} bytes"
             )
+        if np.count_nonzero(self.heat() > -np.inf) != taken:
+            findings.append("slots that are not taken are warm, or taken ones cold")
         if sum(map(len, self._policies.values())) != len(self.blocks):
             findings.append(f"policies know {sum(map(len, self._policies.values()))} of {len(self.blocks)} blocks")
         return findings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -73,6 +73,7 @@ class SlabMap:
         self._places: list[tuple[_Run, int] | None] = [None] * num_slots
         self._numbers = deque(range(num_slots))  # not in any run
         self._free: dict[int, OrderedDict[int, None]] = {}  # free slots by size, oldest first
+        self._num_runs: Counter[int] = Counter()  # by size
         self._run_units: dict[int, int] = {}
         self.used_bytes = 0
 
@@ -118,6 +119,10 @@ class SlabMap:
             limit = max(self._unit_bytes / _WASTE_MAX, min(wastes.values()))
             self._run_units[size] = next(units for units, waste in wastes.items() if waste <= limit)
         return self._run_units[size]
+
+    def others(self, size: int) -> bool:
+        """Whether any run is of another size."""
+        return self._num_runs.total() > self._num_runs[size]
 
     def take(self, size: int) -> int | None:
         """A free slot of `size` (a `slot_size`), or None if there is no room."""
@@ -243,6 +248,7 @@ class SlabMap:
 
     def _enter(self, run: _Run) -> None:
         """Note a run's units."""
+        self._num_runs[run.slot_bytes] += 1
         self._units[run.first_unit : run.first_unit + run.num_units] = [run] * run.num_units
         for place in range(run.num_units):
             self._on_change(run.first_unit + place, _table_value(run, place))
@@ -255,6 +261,7 @@ class SlabMap:
             del free[slot]
             self._places[slot] = None
         self._numbers.extend(run.slots)
+        self._num_runs[run.slot_bytes] -= 1
         if not free:
             self._free.pop(run.slot_bytes, None)
         for unit in range(run.first_unit, run.first_unit + run.num_units):

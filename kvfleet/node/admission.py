@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -23,11 +24,18 @@ class Admitter:
         self._dram = dram
         self._move = move
         self._freed = asyncio.Event()
+        self._moving: set[asyncio.Future[None]] = set()
 
     def freed(self) -> None:
         """Something became evictable or free: whoever waits for room looks again."""
         freed, self._freed = self._freed, asyncio.Event()
         freed.set()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait for the next `freed`, or that long."""
+        freed = self._freed
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(freed.wait(), timeout_s)
 
     async def reserve(
         self, blocks: Sequence[Incoming], namespace: int, client_id: int, timeout_s: float, *, patient: bool
@@ -39,14 +47,14 @@ class Admitter:
             namespace: number of their namespace.
             client_id: of the writer; 0 for the manager.
             timeout_s: longest wait.
-            patient: wait for held blocks to be let go, too. Otherwise only for transfers.
+            patient: have room made at the cost of blocks in use, or wait for held ones to be let go. Otherwise only
+                wait for transfers.
         """
         deadline = time.monotonic() + timeout_s
         granted: list[Granted] = []
         already: list[int] = []
         left = list(range(len(blocks)))
         while True:
-            freed = self._freed
             got = self._dram.reserve([blocks[i] for i in left], namespace, client_id)
             granted += [Granted(left[g.index], g.slot, g.generation, g.offset) for g in got.granted]
             already += [left[i] for i in got.already]
@@ -55,13 +63,21 @@ class Admitter:
             if not left or remaining <= 0:
                 break
             if got.transfers:
-                await self._move(got.transfers)
-            elif patient:
-                try:
-                    await asyncio.wait_for(freed.wait(), remaining)
-                except asyncio.TimeoutError:
-                    break
-            else:
+                await self._wait_for_move(got.transfers, remaining)
+            elif not patient:
                 break
+            elif self._dram.placement.in_transfer or not self._dram.give_way(blocks[left[0]].block.num_bytes):
+                await self.changed(remaining)
         granted.sort(key=lambda g: g.index)
         return Reservation(granted, already, left, [])
+
+    async def settle(self) -> None:
+        """Wait for the moves that nobody waits for."""
+        await asyncio.gather(*self._moving, return_exceptions=True)
+
+    async def _wait_for_move(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
+        """Move blocks down, whether or not the one who wanted the room still waits for it."""
+        move = asyncio.ensure_future(self._move(transfers))
+        self._moving.add(move)
+        move.add_done_callback(self._moving.discard)
+        await asyncio.wait({move}, timeout=timeout_s)

@@ -23,12 +23,12 @@ import numpy.typing as npt
 
 from kvfleet.config import GIB, MIB
 from kvfleet.errors import ConfigError, TierUnavailableError
-from kvfleet.node.arenadir import FileLock, make_directory
+from kvfleet.node.arenadir import make_directory
 from kvfleet.node.arenafile import Geometry, read_header
 from kvfleet.node.memory import free_bytes
 from kvfleet.node.records import RecordTable, table_bytes
 
-__all__ = ["ARENA_FILE", "Arena", "FileLock"]
+__all__ = ["ARENA_FILE", "Arena"]
 
 ARENA_FILE = "arena"
 

@@ -120,11 +120,17 @@ class FileLock:
 
     @staticmethod
     def held(path: Path) -> bool:
-        """Whether any process has the lock of this file."""
+        """Whether any process has the lock of this file.
+
+        Raises:
+            TierUnavailableError: the file is there but cannot be opened.
+        """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise TierUnavailableError("dram", f"{path}: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -182,14 +188,12 @@ class NodeFile:
     """What `node.json` says of the node an arena belongs to.
 
     Attributes:
-        node_id: the node's UUID hex, the same for all managers of this arena.
         fleet: name.
         ray_node_id: hex.
         raylet_pid: in the pid namespace whose inode is `pid_namespace`.
         raylet_start: start time of that process, clock ticks since boot.
     """
 
-    node_id: str
     fleet: str
     ray_node_id: str
     raylet_pid: int
@@ -197,9 +201,9 @@ class NodeFile:
     pid_namespace: int
 
     @classmethod
-    def here(cls, node_id: str, fleet: str, ray_node_id: str, raylet_pid: int) -> NodeFile:
+    def here(cls, fleet: str, ray_node_id: str, raylet_pid: int) -> NodeFile:
         """Facts of this node, whose raylet is running in this process's pid namespace."""
-        return cls(node_id, fleet, ray_node_id, raylet_pid, _start_time(raylet_pid) or 0, _pid_namespace())
+        return cls(fleet, ray_node_id, raylet_pid, _start_time(raylet_pid) or 0, _pid_namespace())
 
     def write(self, directory: Path) -> None:
         """Write it, whole or not at all."""

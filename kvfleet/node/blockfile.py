@@ -70,7 +70,7 @@ class BlockHeader:
     version: int = FORMAT_VERSION
 
 
-def encode(header: BlockHeader, data: Bytes, checksum: int) -> bytearray:
+def encode(header: BlockHeader, data: Bytes, checksum: int) -> bytes:
     """Return the object of a block.
 
     Args:
@@ -88,17 +88,34 @@ def encode(header: BlockHeader, data: Bytes, checksum: int) -> bytearray:
     assert data.shape == (header.num_bytes,)
     schema = _schema(header, checksum)
     batch = pa.record_batch([pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])], schema=schema)
-    target = bytearray(schema.serialize().size + pa.ipc.get_record_batch_size(batch) + len(_END))
-    with pa.FixedSizeBufferWriter(pa.py_buffer(target)) as sink, pa.ipc.new_stream(sink, schema) as writer:
+    pieces = _Pieces()
+    with pa.PythonFile(pieces, mode="w") as sink, pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(batch)
-    assert len(target) <= header.num_bytes + FRAME_BYTES_MAX
-    start, stop = _body(memoryview(target), header.num_bytes)
-    if xxhash.xxh3_64_intdigest(memoryview(target)[start:stop]) != checksum:
+    encoded = b"".join(pieces)
+    assert len(encoded) <= header.num_bytes + FRAME_BYTES_MAX
+    view = memoryview(encoded)
+    start, stop = _body(view, header.num_bytes)
+    if xxhash.xxh3_64_intdigest(view[start:stop]) != checksum:
         raise CorruptBlockError(_TIER, f"{header.key.hex()}: the arena's bytes do not have their checksum")
-    return target
+    return encoded
 
 
-def decode(data: bytes | bytearray | memoryview, header: BlockHeader) -> tuple[Bytes, int]:
+class _Pieces(list["bytes | pa.Buffer"]):
+    """A file that keeps what is written as it is, so that a block is copied once, by `bytes.join`."""
+
+    closed = False
+
+    def write(self, piece: bytes | pa.Buffer) -> None:
+        self.append(piece)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def decode(data: bytes, header: BlockHeader) -> tuple[Bytes, int]:
     """Return the block in an object, verified, and its xxh3-64.
 
     Args:
@@ -123,7 +140,7 @@ def decode(data: bytes | bytearray | memoryview, header: BlockHeader) -> tuple[B
     return np.frombuffer(view[start:stop], np.uint8), checksum
 
 
-def read_header(data: bytes | bytearray | memoryview) -> tuple[BlockHeader, int]:
+def read_header(data: bytes) -> tuple[BlockHeader, int]:
     """Return what an object says it is, and the xxh3-64 it says its block has. The block is not verified.
 
     Raises:

@@ -84,11 +84,15 @@ class DirectoryService:
         return DirectoryStatus(self._directory.stats(), self._listed, self._lookups)
 
     def _choose_lister(self, node: NodeId) -> bool:
-        """Whether this node is to list the shared tier: one does, after each start of the directory."""
-        if self._listed or (self._lister is not None and time.monotonic() < self._lister_until):
+        """Whether this node is to list the shared tier: one does, after each start of the directory.
+
+        It is told so until it has done it: an answer may be lost, its manager may start again.
+        """
+        if self._listed:
             return False
-        self._lister, self._lister_until = node, time.monotonic() + _LISTING_GRACE_S
-        return True
+        if self._lister is None or time.monotonic() > self._lister_until:
+            self._lister, self._lister_until = node, time.monotonic() + _LISTING_GRACE_S
+        return node == self._lister
 
     async def _drop_dead_nodes(self) -> None:
         while True:

@@ -6,6 +6,7 @@ leaves the record table before its slot is given to another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,7 @@ class DramTier:
         self.placement = Placement(self._slabs, LeafFirstLRU, lower_tier=lower_tier)
         self._seen_access = np.zeros(self._records.num_records, np.uint64)
         self._reserved: dict[int, dict[int, int]] = {}
+        self._holds: Counter[BlockKey] = Counter()
         self._changes: dict[bytes, bool] = {}
         self._count = 0
         self._xor = 0
@@ -208,11 +210,40 @@ class DramTier:
             self.abort(slot, generation)
         return len(slots)
 
-    def drop(self, key: BlockKey) -> int:
-        """Remove a block, all shards of it. Returns how many there were."""
-        evicted = self.placement.drop(key)
-        self._gone(evicted)
-        return len(evicted)
+    def hold(self, key: BlockKey) -> None:
+        """Keep a block that is here until as many `release`s."""
+        self.placement.hold(key)
+        self._holds[key] += 1
+
+    def release(self, key: BlockKey) -> None:
+        """End a hold."""
+        self.placement.release(key)
+        self._holds[key] -= 1
+        if not self._holds[key]:
+            del self._holds[key]
+
+    def give_way(self, num_bytes: int) -> bool:
+        """Drop the block used last among those of a size that nobody holds; of several, the deepest.
+
+        For the one case in which eviction finds nothing: loads larger than the arena, taken together. All they have
+        brought are ancestors of the few blocks they hold, which go leaf first only. What was just copied out is then
+        the best to go: it is the tail of what fits, while the head stays.
+
+        Returns:
+            False if there is no such block.
+        """
+        size = self._slabs.slot_size(num_bytes)
+        victim: Record | None = None
+        for slot in np.argsort(self._records.last_access)[::-1].tolist():
+            record = self._records.record(slot)
+            if victim is not None and record.last_access < victim.last_access:
+                break
+            fits = record.committed and self._slabs.slot_bytes(slot) == size
+            if fits and BlockKey(record.key) not in self._holds and (victim is None or record.depth > victim.depth):
+                victim = record
+        if victim is not None:
+            self._gone(self.placement.drop(BlockKey(victim.key)))
+        return victim is not None
 
     def _gone(self, evicted: Sequence[Evicted]) -> None:
         for gone in evicted:

@@ -58,12 +58,26 @@ class BlockSlots:
         """Whether a block can be read from the arena now."""
         return self.dram.placement.resident(self.keys[index], self.request.shard) is not None
 
+    def pending(self, index: int) -> bool:
+        """Whether somebody is writing a block: a client of this node, or a load that was given up."""
+        return self.dram.placement.pending(self.keys[index], self.request.shard)
+
+    async def settled(self, index: int, timeout_s: float) -> bool:
+        """Wait until nobody is writing a block. False: not within `timeout_s`, or the deadline."""
+        deadline = min(self.deadline, time.monotonic() + timeout_s)
+        while self.pending(index):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            await self._admitter.changed(left)
+        return True
+
     async def reserve(self, index: int, *, patient: bool) -> Granted | None:
         """A slot for a block; None if there is one with it already, or being written.
 
         Args:
             index: of the block.
-            patient: wait until others let go of their blocks.
+            patient: make room, or wait until others let go of their blocks.
 
         Raises:
             DeadlineExceededError: no room in time; without patience, no room now.
@@ -154,7 +168,7 @@ async def land(
                 _finish(done, part, slots)
                 yield done.index
             await settle(executor, lambda steps=steps: _take_all(steps))  # type: ignore[misc]
-            del window, steps
+            del window, steps, part
     finally:
         if filling is not None and filling.granted is not None:
             slots.abort(filling.granted)

@@ -1,8 +1,8 @@
 """Brings blocks into the arena: from other nodes, else from the shared tier; first blocks first.
 
 Each load has a producer, which brings blocks in order, and a consumer, the stream of outcomes to the client. What
-the client has not copied yet is held in the arena; the rest of a prefix waits for that room, so a prefix larger
-than the arena passes through it.
+the client has not copied yet is held in the arena, until the deadline at most; the rest of a prefix waits for that
+room, so a prefix larger than the arena passes through it.
 
 Single flight: while one load brings a block, others wait for it instead of bringing it again. If it fails or its
 client goes away, they bring it themselves.
@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 Flight = asyncio.Future[Source | None]
 """A block on its way; resolves to where it came from, None if it did not come."""
+Read = asyncio.Task[Miss | None]
+"""A read of the shared tier, ended by the block in the arena, visible and held, or the reason of a miss."""
 
 
 class Loader:
@@ -63,15 +65,25 @@ class Loader:
         self.config = config
         self.executor = executor
         self.flights: dict[tuple[BlockKey, int], Flight] = {}
+        self.shared_reads = asyncio.Semaphore(config.load_inflight_max)
         self.blocks: Counter[Outcome] = Counter()
         self.num_bytes: Counter[Source] = Counter()
-        self._adopted: set[asyncio.Task[Miss | None]] = set()
+        self._adopted: set[asyncio.Task[None]] = set()
 
-    def adopt(self, reads: Iterable[asyncio.Task[Miss | None]]) -> None:
-        """Let reads end without their load."""
-        for read in reads:
-            self._adopted.add(read)
-            read.add_done_callback(self._adopted.discard)
+    def adopt(self, key: BlockKey, read: Read) -> None:
+        """Let a read end without its load."""
+        task = asyncio.create_task(self._see_off(key, read))
+        self._adopted.add(task)
+        task.add_done_callback(self._adopted.discard)
+
+    async def _see_off(self, key: BlockKey, read: Read) -> None:
+        if await read is None:
+            self.dram.release(key)
+            self.admitter.freed()
+
+    async def settle(self) -> None:
+        """Wait for the reads that no load waits for."""
+        await asyncio.gather(*self._adopted, return_exceptions=True)
 
     async def load(self, request: LoadRequest) -> AsyncGenerator[LoadProgress, None]:
         """Bring the blocks of a request; yields outcomes in order until all came or one missed."""
@@ -90,18 +102,21 @@ class _Load:
 
     def __init__(self, loader: Loader, request: LoadRequest) -> None:
         self._loader = loader
-        self._placement = loader.dram.placement
+        self._dram = loader.dram
         self._request = request
         self._slots = BlockSlots(loader.dram, loader.admitter, request, loader.namespaces.index(request.namespace))
         self._keys = self._slots.keys
         self._outcomes: list[Outcome] = []
         self._arrived = asyncio.Event()
         self._held: dict[int, BlockKey] = {}
+        self._failed: set[NodeId] = set()
 
     # consumer
 
     async def run(self) -> AsyncGenerator[LoadProgress, None]:
         producer = asyncio.create_task(self._produce())
+        # A client that dies may leave this generator paused for ever; after the deadline it copies nothing anyway.
+        timer = asyncio.get_running_loop().call_later(self._slots.left_s, self._expire, producer)
         try:
             sent = 0
             while sent < len(self._keys):
@@ -113,9 +128,14 @@ class _Load:
                 if isinstance(outcomes[-1], Miss):
                     break
         finally:
+            timer.cancel()
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
             self._release(list(self._held))
+
+    def _expire(self, producer: asyncio.Task[None]) -> None:
+        producer.cancel()
+        self._release(list(self._held))
 
     async def _next(self, sent: int) -> tuple[Outcome, ...]:
         while len(self._outcomes) == sent:
@@ -129,7 +149,7 @@ class _Load:
     def _release(self, indexes: Iterable[int]) -> None:
         released = [self._held.pop(i) for i in indexes if i in self._held]
         for key in released:
-            self._placement.release(key)
+            self._dram.release(key)
         if released:
             self._loader.admitter.freed()
 
@@ -155,58 +175,76 @@ class _Load:
         index = len(self._outcomes)
         if not self._slots.resident(index):
             return False
-        self._placement.hold(self._keys[index])
+        self._dram.hold(self._keys[index])
         self._held[index] = self._keys[index]
         self._arrive(source)
         return True
 
     async def _bring(self, index: int) -> Miss | None:
         """Bring block `index`, and those after it that come by the same way; None if at least that one came."""
-        if self._arrive_here(Source.DRAM):
-            return None
-        flight = self._flight(index)
-        if flight is not None:
-            await asyncio.wait({flight}, timeout=self._slots.left_s)
-            if not flight.done():
-                return Miss.DEADLINE
-            source = flight.result()
-            if source is not None and self._arrive_here(source):
-                return None
-        run = next(
-            (r for r in self._request.runs if r.start <= index < r.stop), Run(index, index + 1, (), shared=False)
-        )
+        while not self._arrive_here(Source.DRAM):
+            flight = self._flight(index)
+            if flight is not None:
+                await asyncio.wait({flight}, timeout=self._slots.left_s)
+                if not flight.done():
+                    return Miss.DEADLINE
+                source = flight.result()
+                if source is not None and self._arrive_here(source):
+                    return None
+            elif self._slots.pending(index):
+                if not await self._slots.settled(index, self._loader.config.holder_timeout_s):
+                    return Miss.UNREACHABLE if self._slots.left_s else Miss.DEADLINE
+            else:
+                return await self._fly(self._run_of(index))
+        return None
+
+    def _run_of(self, index: int) -> Run:
+        """The blocks from `index` on that nobody is bringing or writing, as far as they have the same holders."""
+        runs = self._request.runs
+        run = next((r for r in runs if r.start <= index < r.stop), Run(index, index + 1, (), shared=False))
         stop = index + 1
-        while stop < run.stop and self._flight(stop) is None and not self._slots.resident(stop):
+        while stop < run.stop and not (self._flight(stop) or self._slots.pending(stop) or self._slots.resident(stop)):
             stop += 1
-        return await self._fly(run, index, stop)
+        return Run(index, stop, run.nodes, run.shared)
 
     def _flight(self, index: int) -> Flight | None:
         return self._loader.flights.get((self._keys[index], self._request.shard))
 
-    async def _fly(self, run: Run, start: int, stop: int) -> Miss | None:
-        """Bring blocks [start, stop) from the first source that can; where one stops, the next goes on."""
+    async def _fly(self, run: Run) -> Miss | None:
+        """Bring the blocks of a run from the first source that can; where one stops, the next goes on."""
         loop = asyncio.get_running_loop()
         flights: dict[tuple[BlockKey, int], Flight] = {
-            (key, self._request.shard): loop.create_future() for key in self._keys[start:stop]
+            (key, self._request.shard): loop.create_future() for key in self._keys[run.start : run.stop]
         }
+        assert not self._loader.flights.keys() & flights.keys(), "a block is brought once at a time"
         self._loader.flights.update(flights)
-        miss = Miss.ABSENT
         try:
-            for node in run.nodes:
-                if node != self._loader.node:
-                    miss = await self._attempt(self._from_peer(node, stop, saved=run.shared)) or miss
-                if len(self._outcomes) == stop:
-                    return None
-            if self._loader.shared is not None and miss is not Miss.DEADLINE:
-                last = await self._attempt(self._from_shared(self._loader.shared, stop))
-                if last is not None and (last is not Miss.ABSENT or miss is Miss.ABSENT):
-                    miss = last
+            miss = await self._from_any(run)
         finally:
             for record, flight in flights.items():
-                del self._loader.flights[record]
                 if not flight.done():
+                    del self._loader.flights[record]
                     flight.set_result(None)
-        return None if len(self._outcomes) > start else miss
+        return None if len(self._outcomes) > run.start else miss
+
+    async def _from_any(self, run: Run) -> Miss | None:
+        """Try the sources of a run one after the other; why the last blocks did not come, or None if all did."""
+        nodes = [node for node in run.nodes if node != self._loader.node]
+        miss = Miss.ABSENT if self._failed.isdisjoint(nodes) else Miss.UNREACHABLE
+        for node in nodes:
+            if node in self._failed:
+                continue
+            got = await self._attempt(self._from_peer(node, run.stop, saved=run.shared))
+            if len(self._outcomes) == run.stop:
+                return None
+            if got in {Miss.UNREACHABLE, Miss.CORRUPT}:
+                self._failed.add(node)
+            miss = got or miss
+        if self._loader.shared is not None and miss is not Miss.DEADLINE:
+            got = await self._attempt(self._from_shared(self._loader.shared, run.stop))
+            if got is None or got is not Miss.ABSENT or miss is Miss.ABSENT:
+                return got
+        return miss
 
     async def _attempt(self, source: Awaitable[Miss | None]) -> Miss | None:
         """Try one source; why it did not bring all, or None if it just ended."""
@@ -221,15 +259,19 @@ class _Load:
             _log.info("%s", error)
             return Miss.UNREACHABLE
 
-    def _landed(self, source: Source, *, saved: bool) -> bool:
-        """The next block is committed. False: and gone again."""
+    async def _landed(self, source: Source, *, saved: bool) -> bool:
+        """The next block is in the arena, or will be by another's hand. False: it is not."""
         index = len(self._outcomes)
+        if not self._slots.resident(index):
+            await self._slots.settled(index, self._loader.config.holder_timeout_s)
+        if not self._arrive_here(source):
+            return False
         record = (self._keys[index], self._request.shard)
         if saved:
-            self._placement.saved(*record)
+            self._dram.placement.saved(*record)
         self._loader.publisher.wake()
-        self._loader.flights[record].set_result(source)
-        return self._arrive_here(source)
+        self._loader.flights.pop(record).set_result(source)
+        return True
 
     async def _from_peer(self, node: NodeId, stop: int, *, saved: bool) -> Miss | None:
         """Bring blocks from the next one up to `stop` from another node; it may have fewer."""
@@ -244,32 +286,39 @@ class _Load:
         async with aclosing(windows), aclosing(land(windows, self._slots, first, self._loader.executor)) as landed:
             async for index in landed:
                 assert index == len(self._outcomes)
-                if not self._landed(Source.PEER, saved=saved):
+                if not await self._landed(Source.PEER, saved=saved):
                     return Miss.EVICTED
         return None
 
     async def _from_shared(self, shared: SharedTier, stop: int) -> Miss | None:
         """Bring blocks from the next one up to `stop` from the shared tier, several at once, in order."""
-        reads: deque[asyncio.Task[Miss | None]] = deque()
+        reads: deque[tuple[BlockKey, Read]] = deque()
         index = len(self._outcomes)
         try:
-            while index < stop or reads:
+            while len(self._outcomes) < stop:
                 if index < stop and len(reads) < self._loader.config.load_inflight_max:
                     granted = await self._slot_for_read(index, patient=not reads)
                     if granted is not None:
-                        reads.append(asyncio.create_task(self._read(shared, index, granted)))
+                        reads.append((self._keys[index], asyncio.create_task(self._read(shared, index, granted))))
                         index += 1
                         continue
-                    if not reads:
-                        return None if self._slots.resident(index) else Miss.NO_ROOM
-                miss = await reads.popleft()
+                if not reads:  # another has it, or writes it
+                    if not await self._landed(Source.DRAM, saved=False):
+                        return Miss.EVICTED
+                    index += 1
+                    continue
+                key, read = reads[0]
+                miss = await asyncio.shield(read)
+                reads.popleft()
                 if miss is not None:
                     return miss
-                if not self._landed(Source.SHARED, saved=True):
-                    return Miss.EVICTED
+                landed = await self._landed(Source.SHARED, saved=True)
+                self._dram.release(key)
+                assert landed, "the read held it"
         finally:
             # Reads under way go on by themselves: their threads still write to their slots.
-            self._loader.adopt(reads)
+            for key, read in reads:
+                self._loader.adopt(key, read)
         return None
 
     async def _slot_for_read(self, index: int, *, patient: bool) -> Granted | None:
@@ -281,17 +330,18 @@ class _Load:
             return None
 
     async def _read(self, shared: SharedTier, index: int, granted: Granted) -> Miss | None:
-        """Read one object into its slot and make it visible."""
+        """Read one object into its slot, make it visible and hold it."""
         request, key, record = self._request, self._keys[index], record_id(self._keys[index], self._request.shard)
         view, num_shards = self._slots.view(granted), layout_of(request.namespace).num_shards
         checksum: int | None = None
         try:
-            checksum = await settle(
-                self._loader.executor,
-                lambda: shared.read(
-                    request.namespace, num_shards, key, request.shard, view, timeout_s=self._slots.left_s
-                ),
-            )
+            async with self._loader.shared_reads:
+                checksum = await settle(
+                    self._loader.executor,
+                    lambda: shared.read(
+                        request.namespace, num_shards, key, request.shard, view, timeout_s=self._slots.left_s
+                    ),
+                )
             if checksum is None:
                 self._loader.publisher.shared(record, present=False)
                 return Miss.ABSENT
@@ -305,4 +355,7 @@ class _Load:
         finally:
             if checksum is None:
                 self._slots.abort(granted)
-        return None if self._slots.commit(granted, checksum) else Miss.NO_ROOM
+        if not self._slots.commit(granted, checksum):
+            return Miss.NO_ROOM
+        self._dram.hold(key)
+        return None

@@ -10,15 +10,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from kvfleet.config import MIB, FleetConfig
 from kvfleet.core.block import BlockKey, split
 from kvfleet.core.placement import NewBlock
-from kvfleet.errors import KvFleetError, TierUnavailableError
+from kvfleet.errors import DirectoryUnavailableError, KvFleetError, TierUnavailableError
 from kvfleet.node.admission import Admitter
 from kvfleet.node.arenadir import CLIENTS_DIR, FileLock, NodeFile
 from kvfleet.node.dram import DramTier, Incoming
@@ -35,7 +36,7 @@ from kvfleet.node.messages import (
     Window,
 )
 from kvfleet.node.namespaces import Namespaces
-from kvfleet.node.publishing import DirectoryLink, Publisher
+from kvfleet.node.publishing import CALL_TIMEOUT_S, DirectoryLink, Publisher
 from kvfleet.node.saving import Saver
 from kvfleet.node.serving import Server
 from kvfleet.node.shared import SharedTier
@@ -141,15 +142,17 @@ class TierManager:
         """Make written slots visible, here and in the directory."""
         return await self._parts().commit(request)
 
-    async def load(self, request: LoadRequest) -> AsyncIterator[LoadProgress]:
+    async def load(self, request: LoadRequest) -> AsyncGenerator[LoadProgress, None]:
         """Bring blocks into the arena."""
-        async for progress in self._parts().loader.load(request):
-            yield progress
+        async with aclosing(self._parts().loader.load(request)) as steps:
+            async for progress in steps:
+                yield progress
 
-    async def fetch(self, request: FetchRequest) -> AsyncIterator[Window]:
+    async def fetch(self, request: FetchRequest) -> AsyncGenerator[Window, None]:
         """Send blocks to another node."""
-        async for window in self._parts().server.fetch(request):
-            yield window
+        async with aclosing(self._parts().server.fetch(request)) as windows:
+            async for window in windows:
+                yield window
 
     async def status(self) -> NodeStatus:
         """How this node is doing."""
@@ -189,7 +192,10 @@ class _Node:
         self.publisher = Publisher(
             home.node_id, home.epoch, link, config, holdings=self.dram, on_list_shared=self._list_shared
         )
-        self.saver = Saver(self.dram, self._namespaces, self.shared, self.publisher, link, config)
+        self.saver = Saver(
+            self.dram, self._namespaces, self.shared, self.publisher, link, config,
+            on_moved=lambda: self._admitter.freed(),
+        )  # fmt: skip
         self._admitter = Admitter(self.dram, self.saver.move)
         self.loader = Loader(
             home.node_id, self.dram, self._namespaces, self._admitter, make_transport(ByteBudget(half)),
@@ -257,17 +263,22 @@ class _Node:
         if request.arena_id != self.home.arena.arena_id:
             return CommitReply(0, published=False)
         if not request.checksums:
-            for slot, generation in zip(request.slots, request.generations, strict=True):
-                self.dram.abort(slot, generation)
-            self._admitter.freed()
+            self._give_back(request)
             return CommitReply(0, published=True)
         slots = zip(request.slots, request.generations, request.checksums, strict=True)
         committed = sum(self.dram.commit(*slot) for slot in slots)
         self.saver.wake()
         self._admitter.freed()
         self.publisher.wake()
-        published = await self.publisher.flush(request.timeout_s)
+        published = await self.publisher.flush(min(request.timeout_s, CALL_TIMEOUT_S))
         return CommitReply(committed, published)
+
+    def _give_back(self, request: CommitRequest) -> None:
+        """Free all that a client has reserved, also by a reserve still under way; unless it has a newer one."""
+        if request.sequence >= self._sequences.get(request.client_id, 0):
+            self._sequences[request.client_id] = request.sequence
+            self.dram.abort_all(request.client_id)
+            self._admitter.freed()
 
     # upkeep
 
@@ -287,8 +298,12 @@ class _Node:
         old = time.time() - _CLIENT_FILE_AGE_S
         for path in (self.home.directory / CLIENTS_DIR).iterdir():
             client_id = int(path.name, 16)
-            if client_id not in busy and path.stat().st_mtime < old and not FileLock.held(path):
-                path.unlink(missing_ok=True)
+            if client_id in busy or path.stat().st_mtime >= old:
+                continue
+            lock = FileLock(path)
+            if lock.acquire(0.0):  # held until the file is gone: no client can take a lock that is none
+                path.unlink()
+                lock.release()
                 self._sequences.pop(client_id, None)
 
     # the shared tier's contents
@@ -316,7 +331,8 @@ class _Node:
         pages = shared.list(self.config.listing_records_max)
         while (page := await asyncio.to_thread(next, pages, None)) is not None:
             count += self.publisher.shared_page(page)
-            await self.publisher.flush(self.config.shared_timeout_s)
+            if not await self.publisher.flush(self.config.shared_timeout_s):
+                raise DirectoryUnavailableError("it was told of a part only")
         await self._link.listed(self.home.node_id, self.config.shared_timeout_s)
         _log.info("shared tier: %d blocks listed in %.1f s", count, time.monotonic() - started)
 
@@ -354,7 +370,9 @@ class _Node:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        await self.loader.settle()
+        await self._admitter.settle()
+        await asyncio.to_thread(self._threads.shutdown)
         if self.shared is not None:
             await asyncio.to_thread(self.shared.close)
         remove_home(self.home)

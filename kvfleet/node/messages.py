@@ -151,6 +151,7 @@ class CommitRequest:
     """The slots are written: make them visible. Idempotent.
 
     Attributes:
+        sequence: of the reserve, or a later one if its answer never came.
         checksums: xxh3-64 of each slot's bytes; an empty tuple gives all the client's slots back unwritten.
         timeout_s: how long to wait for the directory's acknowledgement.
     """

@@ -10,26 +10,24 @@ import asyncio
 import errno
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from typing_extensions import override
 
 from kvfleet.errors import ConfigError, TierFullError, TierUnavailableError
 from kvfleet.node import s3
+from kvfleet.node.threads import TimedThreads
 
 __all__ = ["Child", "ObjectStore"]
 
 _TIER = "shared"
-_T = TypeVar("_T")
 _HANGING_CALLS_MAX = 32
 _PARTIAL = ".partial"
 _PARTIAL_AGE_MAX_S = 3600.0
@@ -74,7 +72,7 @@ class ObjectStore:
         self.name = re.sub(r"//[^/]*@", "//", url).rstrip("/")
         self._timeout_s = timeout_s
         self._secrets = tuple(_secrets(options))
-        self._threads = _Threads(_HANGING_CALLS_MAX)
+        self._threads = TimedThreads(_HANGING_CALLS_MAX)
         self._is_s3 = url.partition("://")[0] in s3.SCHEMES
         self._fs, self._root = self._open(url, options)
         self._is_async: bool = self._fs.async_impl
@@ -116,7 +114,7 @@ class ObjectStore:
             with self._mapped("make the directory"):
                 self._call("makedirs", self._root, exist_ok=True)
 
-    def put(self, path: str, data: bytearray) -> None:
+    def put(self, path: str, data: bytes) -> None:
         """Write an object whole, or not at all. The last of several writers wins.
 
         Raises:
@@ -127,10 +125,12 @@ class ObjectStore:
         with self._mapped("write"):
             if self._rename is not None:
                 self._threads.run(partial(self._put_by_rename, self._rename, target, data), self._timeout_s)
+            elif self._is_s3:
+                self._call("pipe_file", target, s3.Body(data), chunksize=s3.PUT_BYTES_MAX)
             else:
-                self._call("pipe_file", target, data, **({"chunksize": s3.PUT_BYTES_MAX} if self._is_s3 else {}))
+                self._call("pipe_file", target, data)
 
-    def _put_by_rename(self, rename: Callable[[str, str], object], target: str, data: bytearray) -> None:
+    def _put_by_rename(self, rename: Callable[[str, str], object], target: str, data: bytes) -> None:
         temporary = f"{target}.{uuid.uuid4().hex}{_PARTIAL}"
         fs = self._fs
         try:
@@ -156,10 +156,14 @@ class ObjectStore:
         Raises:
             TierUnavailableError: the answer is not known.
         """
+        target = f"{self._root}/{path}"
         limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         with self._mapped("read"):
             try:
-                data = self._call("cat_file", f"{self._root}/{path}", timeout_s=limit, start=0, end=bytes_max)
+                if self._rename is not None:
+                    data = self._threads.run(partial(self._read_file, target, bytes_max), limit)
+                else:
+                    data = self._call("cat_file", target, timeout_s=limit, end=bytes_max)
             except FileNotFoundError as error:
                 if self._is_rooted(error):
                     return None
@@ -170,6 +174,10 @@ class ObjectStore:
                 raise
         assert isinstance(data, bytes)
         return data
+
+    def _read_file(self, target: str, bytes_max: int) -> object:
+        with self._fs.open(target, "rb") as file:
+            return file.read(bytes_max)
 
     def delete(self, path: str) -> None:
         """Delete an object; one that is not there is deleted already.
@@ -219,9 +227,9 @@ class ObjectStore:
         from fsspec.asyn import get_loop, sync
 
         limit = self._timeout_s if timeout_s is None else timeout_s
-        if limit <= 0:
-            raise TimeoutError
         if self._is_async:
+            if limit <= 0:  # to `sync`, for ever
+                raise TimeoutError
             return sync(get_loop(), getattr(self._fs, f"_{method}"), *args, timeout=limit, **kwargs)
         return self._threads.run(partial(getattr(self._fs, method), *args, **kwargs), limit)
 
@@ -252,34 +260,6 @@ class ObjectStore:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
-
-
-class _Threads:
-    """Runs blocking functions with a time limit, each in a daemon thread of its own.
-
-    A pool would not do: its threads are joined at exit, and one that hangs in a dead mount would keep the process.
-    """
-
-    def __init__(self, threads_max: int) -> None:
-        self._free = threading.BoundedSemaphore(threads_max)
-
-    def run(self, function: Callable[[], _T], timeout_s: float) -> _T:
-        """Return what `function` returns, raise what it raises, or TimeoutError."""
-        deadline = time.monotonic() + timeout_s
-        if not self._free.acquire(timeout=timeout_s):
-            raise TimeoutError
-        future: Future[_T] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                future.set_exception(error)
-            finally:
-                self._free.release()
-
-        threading.Thread(target=work, name="kvfleet-shared", daemon=True).start()
-        return future.result(max(0.0, deadline - time.monotonic()))
 
 
 def _rename_of(fs: Any) -> Callable[[str, str], object] | None:  # noqa: ANN401 - fsspec is untyped

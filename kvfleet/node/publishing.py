@@ -116,11 +116,11 @@ class Publisher:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         self._wake.set()
-        try:
-            await asyncio.wait_for(waiter, timeout_s)
-        except asyncio.TimeoutError:
-            return False
-        return True
+        await asyncio.wait({waiter}, timeout=timeout_s)
+        if waiter.done():
+            return True
+        waiter.cancel()
+        return False
 
     async def run(self) -> None:
         """Send changes as they come and a heartbeat when there are none. Runs until cancelled."""
@@ -145,7 +145,7 @@ class Publisher:
         try:
             await self._bring_up_to_date()
         except KvFleetError:
-            self._waiters = waiters + self._waiters
+            self._waiters = [waiter for waiter in waiters + self._waiters if not waiter.done()]
             raise
         for waiter in waiters:
             if not waiter.done():

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PUT_BYTES_MAX", "SCHEMES", "close", "error_code", "tuned"]
+__all__ = ["PUT_BYTES_MAX", "SCHEMES", "Body", "close", "error_code", "tuned"]
 
 SCHEMES = ("s3", "s3a")
 # An object goes in one request up to S3's own limit. One put in parts and abandoned leaves the parts, unseen and paid
 # for.
 PUT_BYTES_MAX = 5 << 30
+
+
+class Body(io.BytesIO):
+    """The body of a write.
+
+    A buffer of many MiB given as it is goes to the socket in one piece, which holds up every other transfer: four of
+    64 MiB at once stalled the event loop for 1.6 to 1.9 s and took 3.2 to 4.0 s of CPU time a GB, as files 0.4 to
+    0.6 s and 1.6 (aiohttp 3.14, Python 3.11, loopback, 2 busy cores, 2026-11-30). Shares the bytes it is made of.
+    """
+
+    def __len__(self) -> int:
+        return self.getbuffer().nbytes
 
 
 def tuned(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -36,7 +49,17 @@ def tuned(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     # Servers other than Amazon's seldom have a host name for each bucket.
     style = "path" if any(endpoints) else "auto"
     config["s3"] = {"payload_signing_enabled": False, "addressing_style": style, **(config.get("s3") or {})}
-    return {"max_concurrency": 1, **options, "config_kwargs": config}
+    return {"max_concurrency": 1, "session": _session(options), **options, "config_kwargs": config}
+
+
+def _session(options: Mapping[str, Any]) -> Any:  # noqa: ANN401 - aiobotocore is untyped
+    """A session that does not announce bodies: a server that ignores `Expect: 100-continue` would hang each write."""
+    from aiobotocore.session import AioSession  # type: ignore[import-untyped]
+    from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
+
+    session = AioSession(profile=options.get("profile"))
+    session.unregister("before-call.s3", add_expect_header)
+    return session
 
 
 def close(fs: Any, timeout_s: float) -> None:  # noqa: ANN401 - s3fs is untyped

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvfleet.config import MIB, FleetConfig
@@ -27,6 +27,7 @@ __all__ = ["Saver"]
 
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 256 * MIB
+_BATCH_PART = 8
 _PAUSE_S = 1.0
 _PAUSE_MAX_S = 30.0
 
@@ -35,6 +36,9 @@ class Saver:
     """Writes blocks of one node to the shared tier.
 
     Threads: the manager's event loop; writes run in threads.
+
+    Args:
+        on_moved: called at the end of each transfer: its block may be evictable now.
 
     Attributes:
         problem: why the shared tier's last answer was an error, or "".
@@ -49,12 +53,17 @@ class Saver:
         publisher: Publisher,
         link: DirectoryLink,
         config: FleetConfig,
+        *,
+        on_moved: Callable[[], None],
     ) -> None:
         self._dram = dram
         self._namespaces = namespaces
         self._shared = shared
         self._publisher = publisher
         self._link = link
+        self._on_moved = on_moved
+        # What is in transfer cannot be evicted: only a part of the arena is at a time.
+        self._batch_bytes = min(_BATCH_BYTES, dram.arena.capacity_bytes // _BATCH_PART)
         self._moved = asyncio.Event()
         self._places = asyncio.Semaphore(config.save_inflight_max)
         self._wake = asyncio.Event()
@@ -74,7 +83,7 @@ class Saver:
         await self._try_out(self._shared)
         pause_s = 0.0
         while True:
-            transfers = self._dram.placement.next_saves(_BATCH_BYTES)
+            transfers = self._dram.placement.next_saves(self._batch_bytes)
             if not transfers:
                 await self._wake.wait()
                 self._wake.clear()
@@ -122,6 +131,7 @@ class Saver:
         finally:
             self._dram.placement.complete(transfer, ok=ok)
             self._moved.set()
+            self._on_moved()
 
     async def _write(self, transfer: Transfer) -> bool:
         assert self._shared is not None, "no transfers without a tier below"

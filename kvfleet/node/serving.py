@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import BlockKey, split
@@ -32,7 +32,7 @@ class Server:
         self.streams = 0
         self.sent_bytes = 0
 
-    async def fetch(self, request: FetchRequest) -> AsyncIterator[Window]:
+    async def fetch(self, request: FetchRequest) -> AsyncGenerator[Window, None]:
         """The requested blocks that are here, up to the first that is not, as windows.
 
         A window's data are views of the arena: whoever takes it copies it before asking for the next one.
@@ -52,13 +52,15 @@ class Server:
         self.streams += 1
         try:
             for spans in plan_windows(sizes, self._config.window_bytes_min, share.window_bytes_max):
+                if end.done:
+                    return
                 parts = []
                 for span in spans:
                     part = stream.part(span.index, span.start, span.stop)
                     if part is None:
                         break
                     parts.append(part)
-                if end.done or not parts:
+                if not parts:
                     return
                 yield Window(tuple(parts))
                 self.sent_bytes += sum(len(part.data) for part in parts)
@@ -112,7 +114,7 @@ class _Stream:
             current = self._dram.arena.records.record(record.slot)
             if current.generation != record.generation:
                 return None
-            self._dram.placement.hold(key)
+            self._dram.hold(key)
             self._held[index] = key
             self._dram.arena.records.last_access[record.slot] = time.monotonic_ns()
         view = self._dram.view(record.slot, record.length)[start:stop]
@@ -128,6 +130,6 @@ class _Stream:
 
     def _release(self, indexes: list[int]) -> None:
         for index in indexes:
-            self._dram.placement.release(self._held.pop(index))
+            self._dram.release(self._held.pop(index))
         if indexes:
             self._admitter.freed()

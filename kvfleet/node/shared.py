@@ -69,7 +69,7 @@ class SharedTier:
         """
         path, data = f"check-{uuid.uuid4().hex}", b"kvfleet"
         self._objects.make_root()
-        self._objects.put(path, bytearray(data))
+        self._objects.put(path, data)
         found = self._objects.get(path, len(data) + 1)
         self._objects.delete(path)
         if found != data:

@@ -94,7 +94,7 @@ def _open_locked(config: FleetConfig, place: NodePlace, directory: Path, lock: F
         if capacity < MIB:
             raise ConfigError("arena_root", f"{config.arena_root} has no room left for an arena")
     arena = Arena.create(directory, capacity)
-    NodeFile.here(place.ray_node_id, config.name, place.ray_node_id, place.raylet_pid).write(directory)
+    NodeFile.here(config.name, place.ray_node_id, place.raylet_pid).write(directory)
     return NodeHome(NodeId(place.ray_node_id), _next_epoch(directory), directory, lock, arena, warm=False)
 
 

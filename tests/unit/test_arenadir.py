@@ -109,6 +109,8 @@ def test_a_lock_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(TierUnavailableError, match="symbolic links"):
         FileLock(tmp_path / "link").acquire(0)
+    with pytest.raises(TierUnavailableError, match="symbolic links"):
+        FileLock.held(tmp_path / "link")
     before = open_files()
     (tmp_path / "directory").mkdir()
     with pytest.raises(TierUnavailableError, match="directory"):
@@ -119,13 +121,13 @@ def test_a_lock_that_cannot_be_made_is_an_error(tmp_path):
 def test_a_node_file_is_read_as_written(directory):
     assert NodeFile.read(directory) is None
     NodeFile.touch(directory)
-    node = NodeFile.here("ab12", "fleet", "00ff", os.getpid())
+    node = NodeFile.here("fleet", "00ff", os.getpid())
     node.write(directory)
     assert NodeFile.read(directory) == node
     os.utime(directory / "node.json", (0, 0))
     NodeFile.touch(directory)
     assert time.time() - (directory / "node.json").stat().st_mtime < 60
-    for garbage in (b"", b"{", b"[]", b"{}", b"\xff", b'{"node_id": 1, "x": 2}'):
+    for garbage in (b"", b"{", b"[]", b"{}", b"\xff", b'{"fleet": 1, "x": 2}'):
         (directory / "node.json").write_bytes(garbage)
         assert NodeFile.read(directory) is None
 
@@ -134,7 +136,7 @@ def test_what_a_dead_raylet_left_is_reaped_and_nothing_else(directory, tmp_path)
     def node(name, raylet_start, **changes):
         path = directory_for(tmp_path, "fleet", name)
         make_directory(path)
-        facts = NodeFile.here("ab", "fleet", name, os.getpid())
+        facts = NodeFile.here("fleet", name, os.getpid())
         fields = {slot: getattr(facts, slot) for slot in NodeFile.__slots__}
         NodeFile(**(fields | {"raylet_start": facts.raylet_start + raylet_start} | changes)).write(path)
         return path
@@ -169,7 +171,7 @@ def test_what_a_dead_raylet_left_is_reaped_and_nothing_else(directory, tmp_path)
 
 def test_a_zombie_raylet_is_dead(directory, tmp_path):
     child = subprocess.Popen(["sleep", "600"])
-    NodeFile.here("ab", "fleet", "00ff", child.pid).write(directory)
+    NodeFile.here("fleet", "00ff", child.pid).write(directory)
     assert reap(tmp_path, nobody) == []
     child.terminate()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -186,7 +188,7 @@ def test_one_bad_directory_does_not_stop_the_reaping_of_others(directory, tmp_pa
     (directory / "lock").mkdir()
     other = directory_for(tmp_path, "fleet", "zz")
     make_directory(other)
-    NodeFile("ab", "fleet", "zz", os.getpid(), 1, Path("/proc/self/ns/pid").stat().st_ino).write(other)
+    NodeFile("fleet", "zz", os.getpid(), 1, Path("/proc/self/ns/pid").stat().st_ino).write(other)
     with pytest.raises(TierUnavailableError, match="lock"):
         reap(tmp_path, nobody)
     assert not other.exists()

@@ -29,8 +29,13 @@ def test_rounds_are_compared_pair_by_pair_and_warmups_dropped():
 
 
 def test_cases_take_turns():
-    order = []
-    cases = {name: lambda name=name: order.append(name) or 1.0 for name in "ab"}
+    order: list[str] = []
+
+    def note(name: str) -> float:
+        order.append(name)
+        return 1.0
+
+    cases = {"a": lambda: note("a"), "b": lambda: note("b")}
     measure(cases, block_bytes=1, num_blocks=1, moves=False, repeats=2, warmups=1)
     assert order == ["a", "b"] * 3
 

@@ -429,12 +429,26 @@ def test_a_size_evicts_its_own_while_they_are_the_coldest() -> None:
 
 def test_a_run_is_given_up_with_all_descendants_of_its_blocks() -> None:
     node = Node(12)
-    node.store(range(1, 13))
-    node.touch(*range(12, 3, -1))
-    admission = node.store([101], num_bytes=HALF)
-    assert len(admission.grants) == 1
-    assert sorted(gone(admission)) == list(range(1, 13))
-    assert gone(admission) == list(range(12, 0, -1))
+    node.store([1, 2, 3, 4, 5, 6])
+    node.store([11, 12])
+    node.store([7, 8], parent=6)
+    node.store([21, 22])
+    node.touch(11, 21)
+    assert gone(node.store([101], num_bytes=HALF)) == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert node.held() == [11, 12, 21, 22, 101]
+
+
+def test_a_use_warms_all_the_block_builds_on() -> None:
+    node = Node(24)
+    node.store([1], num_bytes=BIG)
+    node.store([11], num_bytes=BIG)
+    node.touch(1)
+    node.placement.drop(block_key(1))
+    node.store([1], num_bytes=HALF)
+    node.store([2], parent=1, num_bytes=HALF)
+    node.touch(11)
+    node.touch(2)
+    assert gone(node.store([101], num_bytes=MIB)) == [11]
 
 
 def test_held_and_busy_blocks_keep_their_run() -> None:

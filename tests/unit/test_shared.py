@@ -9,9 +9,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.fs
 import pytest
 import xxhash
+from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kvfleet.core.block import BlockKey
@@ -43,9 +47,19 @@ def records(*pages: bytes) -> set[tuple[bytes, int]]:
     return {(record[:16], int.from_bytes(record[16:], "little")) for record in found}
 
 
-@pytest.fixture(params=["memory", "file"])
+class OtherFileSystem(ArrowFSWrapper):  # type: ignore[misc]
+    """A synchronous filesystem with directories that is not fsspec's own for local files, as HDFS or SFTP are."""
+
+    protocol = "other"
+
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(pa.fs.LocalFileSystem(), **kwargs)
+
+
+@pytest.fixture(params=["memory", "file", "other"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield f"memory://{uuid.uuid4().hex}/kv" if request.param == "memory" else f"file://{tmp_path}/kv"
+    fsspec.register_implementation("other", OtherFileSystem, clobber=True)
+    yield f"memory://{uuid.uuid4().hex}/kv" if request.param == "memory" else f"{request.param}://{tmp_path}/kv"
     MemoryFileSystem.store.clear()
 
 

@@ -2,79 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from typing_extensions import Self
+
 from kvfleet.core.block import BlockKey
 
-__all__ = ["Forest"]
+__all__ = ["Forest", "Node"]
 
 
-class Forest:
-    """Parents and children among resident keys.
+@dataclass(slots=True, eq=False)
+class Node:
+    """A resident block among its kin. Policies add fields of their own.
 
-    A key is an *orphan* if its parent is named but not resident, or is an orphan itself. All orders are those of
-    insertion, so that equal calls give equal answers.
+    Attributes:
+        key: of the block.
+        above: key of its parent, resident or not; None for the first block of a prefix.
+        parent: the parent, if it is resident.
+        children: the resident ones, in the order they came.
+        orphan: its parent is not resident, or is an orphan.
     """
 
+    key: BlockKey
+    above: BlockKey | None
+    parent: Self | None = None
+    children: dict[BlockKey, Self] = field(default_factory=dict)
+    orphan: bool = False
+
+    def descendants(self) -> list[Self]:
+        """Resident children, their children and so on; each after its own children."""
+        seen = {self.key}
+        found = [self]
+        for node in found:  # grows as we go
+            fresh = [child for key, child in node.children.items() if key not in seen]
+            seen.update(child.key for child in fresh)
+            found += fresh
+        return found[:0:-1]
+
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+
+class Forest(Generic[AnyNode]):
+    """The nodes of all resident keys. Orders are those of insertion: equal calls give equal answers."""
+
     def __init__(self) -> None:
-        self._parents: dict[BlockKey, BlockKey | None] = {}
-        self._children: dict[BlockKey, dict[BlockKey, None]] = {}  # also of parents that are not resident
-        self._orphans: set[BlockKey] = set()
+        self.nodes: dict[BlockKey, AnyNode] = {}
+        self._waiting: dict[BlockKey, dict[BlockKey, AnyNode]] = {}  # children of parents that are not resident
 
-    def __len__(self) -> int:
-        return len(self._parents)
+    def add(self, node: AnyNode) -> None:
+        """Add a node of an absent key. Its descendants, if it has any, are orphans no longer unless it is one."""
+        assert node.key not in self.nodes, "key is absent"
+        self.nodes[node.key] = node
+        if node.above is not None:
+            node.parent = self.nodes.get(node.above)
+            siblings = self._waiting.setdefault(node.above, {}) if node.parent is None else node.parent.children
+            siblings[node.key] = node
+            node.orphan = node.parent is None or node.parent.orphan
+        if node.key in self._waiting:
+            node.children = self._waiting.pop(node.key)
+            for child in node.children.values():
+                child.parent = node
+            for below in node.descendants():
+                below.orphan = node.orphan
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._parents
-
-    def add(self, key: BlockKey, parent: BlockKey | None) -> None:
-        """Add an absent key. Its descendants, if it has any, are orphans no longer unless it is one."""
-        assert key not in self._parents, "key is absent"
-        self._parents[key] = parent
-        if parent is not None:
-            self._children.setdefault(parent, {})[key] = None
-        if parent is None or (parent in self._parents and parent not in self._orphans):
-            self._orphans.difference_update(self.descendants(key))
-        else:
-            self._orphans.add(key)
-
-    def remove(self, key: BlockKey) -> list[BlockKey]:
-        """Remove a resident key; returns the descendants that became orphans by it."""
-        assert key in self._parents, "key is resident"
-        was_orphan = key in self._orphans
-        orphaned = [] if was_orphan else self.descendants(key)
-        self._orphans.update(orphaned)
-        self._orphans.discard(key)
-        parent = self._parents.pop(key)
-        if parent is not None:
-            siblings = self._children[parent]
+    def remove(self, key: BlockKey) -> list[AnyNode]:
+        """Remove a resident key. Returns its descendants, orphans now."""
+        node = self.nodes.pop(key)
+        if node.parent is not None:
+            del node.parent.children[key]
+        elif node.above is not None:
+            siblings = self._waiting[node.above]
             del siblings[key]
             if not siblings:
-                del self._children[parent]
-        return orphaned
-
-    def parent(self, key: BlockKey) -> BlockKey | None:
-        """The resident parent of a resident key, if it has one."""
-        parent = self._parents[key]
-        return parent if parent in self._parents else None
-
-    def num_children(self, key: BlockKey) -> int:
-        """How many resident children a key has."""
-        return len(self._children.get(key, ()))
-
-    def is_leaf(self, key: BlockKey) -> bool:
-        """Whether a key has no resident child."""
-        return key not in self._children
-
-    def is_orphan(self, key: BlockKey) -> bool:
-        """Whether no lookup can reach a resident key."""
-        return key in self._orphans
-
-    def descendants(self, key: BlockKey) -> list[BlockKey]:
-        """Resident children, their children and so on; each after its own children."""
-        seen = {key: None}
-        found = [key]
-        for above in found:  # grows as we go
-            for child in self._children.get(above, ()):
-                if child not in seen:
-                    seen[child] = None
-                    found.append(child)
-        return found[:0:-1]
+                del self._waiting[node.above]
+        if not node.children:
+            return []
+        below = node.descendants()
+        for each in below:
+            each.orphan = True
+        for child in node.children.values():
+            child.parent = None
+        self._waiting[key] = node.children
+        return below
