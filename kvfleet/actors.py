@@ -43,6 +43,7 @@ from kvfleet.node.messages import (
 from kvfleet.node.publishing import DeltaReply, DirectoryLink
 from kvfleet.node.startup import NodePlace
 from kvfleet.node.transport import ObjectStoreTransport
+from kvfleet.node.waiting import within
 from kvfleet.node.windows import ByteBudget
 
 __all__ = [
@@ -77,7 +78,7 @@ def live_nodes() -> frozenset[NodeId]:
 
 
 def _nodes() -> list[dict[str, Any]]:
-    return ray.nodes()  # type: ignore[no-any-return, no-untyped-call]
+    return ray.nodes()  # type: ignore[no-any-return]
 
 
 class _DirectoryActor(DirectoryService):
@@ -176,7 +177,7 @@ def running_config(fleet: str, timeout_s: float) -> FleetConfig:
     if directory is None:
         raise ConfigError("name", f"no fleet {fleet!r} is running here; `kvfleet up` starts one")
     try:
-        config: FleetConfig = ray.get(directory.config.options(max_task_retries=-1).remote(), timeout=timeout_s)
+        config: FleetConfig = ray.get(directory.config.options(max_task_retries=3).remote(), timeout=timeout_s)
     except RayError as error:
         raise DirectoryUnavailableError(_first_line(error)) from error
     return config
@@ -299,8 +300,8 @@ class _DirectoryLink(DirectoryLink):
         try:
             if self._handle is None:
                 resolve = asyncio.to_thread(get_directory, self._fleet)
-                self._handle = await asyncio.wait_for(resolve, _RESOLVE_TIMEOUT_S)
-            return await asyncio.wait_for(getattr(self._handle, name).remote(argument), timeout_s)
+                self._handle = await within(_RESOLVE_TIMEOUT_S, resolve)
+            return await within(timeout_s, getattr(self._handle, name).remote(argument))
         except KvFleetError:
             raise
         except (RayError, ValueError, asyncio.TimeoutError) as error:

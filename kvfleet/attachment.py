@@ -6,6 +6,7 @@ mapping outlives the manager: while it is away or restarting, what is in the are
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -30,6 +31,7 @@ from kvfleet.node.messages import (
 
 __all__ = ["AttachedNode", "DirectoryPort", "ManagerPort"]
 
+_log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 
 
@@ -59,9 +61,17 @@ class DirectoryPort(Protocol):
 def _inode(arena: Arena) -> int | None:
     """Which file is at an arena's path; None if there is none, as after a shutdown."""
     try:
-        return os.stat(arena.path).st_ino
+        return arena.path.stat().st_ino
     except FileNotFoundError:
         return None
+
+
+def _touch(arena: Arena, stop: threading.Event) -> None:
+    """Map all pages of the arena now: first use of a page costs five times its copy."""
+    try:
+        arena.populate(stop)
+    except TierUnavailableError as error:
+        _log.info("the arena will be mapped as it is used: %s", error)
 
 
 class AttachedNode:
@@ -77,7 +87,7 @@ class AttachedNode:
         self._arena: Arena | None = None
         self._inode: int | None = None
         self._retry_at = 0.0
-        self._closed = False
+        self._closing = threading.Event()
         self._pid = os.getpid()
         self.client_id = secrets.randbits(63) | 1
         self._client_lock: FileLock | None = None
@@ -101,7 +111,7 @@ class AttachedNode:
         if os.getpid() != self._pid:  # the lock that keeps our slots is the parent's
             raise TierUnavailableError("dram", "this client was made before a fork: make one in the child")
         with self._lock:
-            if self._closed:
+            if self._closing.is_set():
                 raise TierUnavailableError("dram", "this client is closed")
             if self._arena is not None and not again and not self._replaced(self._arena):
                 return self._arena
@@ -135,12 +145,13 @@ class AttachedNode:
         if not lock.acquire():
             raise TierUnavailableError("dram", "this client's lock file is held by another process")
         self._arena, self._client_lock, self._inode = arena, lock, _inode(arena)
+        threading.Thread(target=_touch, args=(arena, self._closing), name="kvfleet-touch", daemon=True).start()
         return arena
 
     def close(self) -> None:
         """Let go of the arena, for good. Reserved slots go back to the node."""
         with self._lock:
-            self._closed = True
+            self._closing.set()
             if self._client_lock is not None:
                 self._client_lock.release()
                 self._client_lock = None

@@ -172,10 +172,19 @@ class Client:
                     self._stats.called("load")
                     reading.rest(self._manager, self._namespace, self.spec.layout.block_bytes)
                 outcomes = reading.outcomes
+                if outcomes[-1] is Miss.EVICTED:
+                    self._follow_arena()
         outcomes += [Miss.BEHIND_MISS] * (hit.num_blocks - len(outcomes))
         loaded = Loaded.of(outcomes, self.spec.layout)
         self._stats.loaded(loaded)
         return loaded
+
+    def _follow_arena(self) -> None:
+        """Attach the arena that the node has now: blocks that came were not in ours, maybe it was replaced."""
+        try:
+            self._node.attach(self._config.lookup_timeout_s, again=True)
+        except KvFleetError as error:
+            _log.debug("whether the arena was replaced is not known: %s", error)
 
     def _take(self, into: object, num_blocks: int) -> Callable[[int, Bytes], None]:
         layout = self.spec.layout

@@ -94,7 +94,7 @@ class FleetConfig:
     save_inflight_max: int = 4
     load_inflight_max: int = 4
     directory_keys_max: int = 20_000_000
-    inventory_page_records: int = 50_000
+    inventory_page_records: int = 20_000
     delta_interval_s: float = 0.02
     heartbeat_s: float = 1.0
     listing_records_max: int = 5_000_000

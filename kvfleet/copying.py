@@ -144,7 +144,27 @@ def copy_out(target: Words, slot: Bytes) -> None:
     """
     if not target.flags.writeable:
         raise LayoutMismatchError("a target that can be written", "a read-only array")
-    np.copyto(*_rows(target, _slot_words(slot, target)))
+    source = _slot_words(slot, target)
+    if 0 < (target.ctypes.data - slot.ctypes.data) % 4096 < 64 and _as_u64(target, source):
+        np.bitwise_or(source.view(np.uint64), np.uint64(0), out=target.view(np.uint64))
+    else:
+        np.copyto(*_rows(target, source))
+
+
+def _as_u64(*arrays: Words) -> bool:
+    """Whether rows of the arrays can be seen as aligned 8-byte words.
+
+    For targets that lie less than 64 bytes behind their source modulo the page size, as numpy's large arrays lie to
+    slots: there memmove's `rep movsb` is four times slower than a loop over words (1.5 against 6.5 GB/s; glibc 2.36,
+    EPYC, 2026-11-30).
+    """
+    return all(
+        array.strides[-1] == array.itemsize
+        and (array.shape[-1] * array.itemsize) % 8 == 0
+        and all(stride % 8 == 0 for stride in array.strides[:-1])
+        and array.ctypes.data % 8 == 0
+        for array in arrays
+    )
 
 
 def checksum(data: Bytes) -> int:

@@ -142,17 +142,27 @@ class Fleet:
         self.close()
         managers = self._managers()
         # Tried again while a manager restarts: both calls may be made twice.
-        drains = [m.drain.options(max_task_retries=-1).remote(drain_timeout_s) for m in managers.values()]
+        drains = [m.drain.options(max_task_retries=3).remote(drain_timeout_s) for m in managers.values()]
         unsaved: int = sum(_gather(drains, drain_timeout_s))
-        _gather([m.shutdown.options(max_task_retries=-1).remote() for m in managers.values()], _CALL_TIMEOUT_S)
+        _gather([m.shutdown.options(max_task_retries=3).remote() for m in managers.values()], _CALL_TIMEOUT_S)
         for manager in managers.values():
             ray.kill(manager, no_restart=True)
         directory = actors.find_directory(self.config.name)
         if directory is not None:
             ray.kill(directory, no_restart=True)
+        self._wait_until_gone()
         if self._owns_ray:
             ray.shutdown()
         return unsaved
+
+    def _wait_until_gone(self) -> None:
+        """Ray takes a moment to forget killed actors: whoever starts the fleet again must not find them."""
+        deadline = time.monotonic() + _CALL_TIMEOUT_S
+        while self._managers() or actors.find_directory(self.config.name) is not None:
+            if time.monotonic() > deadline:
+                _log.warning("Ray still names actors of fleet %s", self.config.name)
+                return
+            time.sleep(_POLL_S)
 
 
 def _gather(calls: list[Any], timeout_s: float) -> list[Any]:

@@ -94,11 +94,11 @@ class Reading:
                         self.outcomes.append(step.outcomes[len(came)])
                     if self._missed:
                         return
-        except DeadlineExceededError:
-            self.outcomes.append(Miss.DEADLINE)
         except KvFleetError as error:
-            _log.warning("load stopped short: %s", error)
-            self.outcomes.append(Miss.MANAGER_UNAVAILABLE)
+            if not self.complete:  # else it was only the end of the stream that did not come
+                _log.warning("load stopped short: %s", error)
+                late = isinstance(error, DeadlineExceededError)
+                self.outcomes.append(Miss.DEADLINE if late else Miss.MANAGER_UNAVAILABLE)
 
     def _copy(self, sources: list[Source]) -> None:
         """Copy the next blocks, which are in the arena, and check each one's generation after its copy."""

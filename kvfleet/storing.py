@@ -149,7 +149,7 @@ class StoreWorker:
         while (job := self._jobs.get()) is not None:
             try:
                 result = self._store(job)
-            except Exception as error:  # a bug of ours must not end the thread
+            except Exception as error:  # noqa: BLE001  a bug of ours must not end the thread
                 _log.exception("store dropped")
                 result = StoreResult(dropped=job.num_blocks, published=False, reason=type(error).__name__)
             with self._lock:

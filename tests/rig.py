@@ -10,36 +10,28 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import aclosing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from typing_extensions import Self, override
+from typing_extensions import Self
 
-from kvfleet.attachment import DirectoryPort, ManagerPort
 from kvfleet.client import Client
 from kvfleet.config import MIB, FleetConfig
 from kvfleet.copying import checksum
-from kvfleet.core.block import split
 from kvfleet.core.directory import NodeId
-from kvfleet.core.layout import BlockLayout, ModelSpec
-from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, TierError, TierUnavailableError
+from kvfleet.core.layout import ModelSpec
+from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, TierUnavailableError
 from kvfleet.node.directory import DirectoryService
 from kvfleet.node.manager import TierManager
-from kvfleet.node.messages import CommitRequest, FetchRequest, LoadProgress, LoadRequest, ReserveRequest, Window
 from kvfleet.node.startup import NodePlace
-from kvfleet.node.transport import Transport
 from tests.conftest import wait_for
+from tests.ports import Loopback, RigDirectoryPort, RigLink, RigManagerPort, ended
 
 Fault = Callable[[], Awaitable[None]]
 
-BLOCK_TOKENS = 16
 GRACE_S = 0.25  # as in kvfleet.actors
 FAST = {"heartbeat_s": 0.05, "delta_interval_s": 0.002, "load_timeout_s": 20.0, "store_timeout_s": 20.0}
 
@@ -74,59 +66,18 @@ def after(passing: int, fault: Fault) -> Fault:
     return counted
 
 
-# --- models and their KV: a block's bytes are derived from its key and shard, so that any mix-up shows
-
-
-def model(block_kib: int = 64, *, dtype: str = "bfloat16", num_shards: int = 1, name: str = "m") -> ModelSpec:
-    itemsize = 2 if dtype == "bfloat16" else 4
-    head_dim = block_kib * 1024 // (2 * 2 * 2 * BLOCK_TOKENS * itemsize)
-    layout = BlockLayout.kv(
-        num_layers=2, num_kv_heads=2 * num_shards, head_dim=head_dim, dtype=dtype, block_tokens=BLOCK_TOKENS,
-        num_shards=num_shards,
-    )  # fmt: skip
-    assert layout.block_bytes == block_kib * 1024
-    return ModelSpec(model_id=name, weight_revision="1", layout=layout)
-
-
-def prompt(num_blocks: int, number: int = 0) -> Any:
-    """Token ids of a prompt of whole blocks that shares no prefix with those of other numbers."""
-    return np.arange(num_blocks * BLOCK_TOKENS, dtype=np.uint32) + np.uint32(number << 20)
-
-
-_PATTERN = np.arange(MIB // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-
-
-def block(spec: ModelSpec, key: bytes, shard: int = 0) -> Any:
-    """What a block holds, in the layout's shape, as unsigned integers."""
-    words: np.ndarray = _PATTERN[: spec.layout.block_bytes // 8] ^ np.uint64(int.from_bytes(key[:8], "little") ^ shard)
-    return words.view(f"u{spec.layout.itemsize}").reshape(spec.layout.shape)
-
-
-def kv(spec: ModelSpec, tokens: np.ndarray, shard: int = 0) -> np.ndarray:
-    """The KV of a prompt: shape of the layout with a longer token axis."""
-    return np.concatenate([block(spec, key, shard) for key in split(spec.keys(tokens))], axis=3)
-
-
-def empty(spec: ModelSpec, num_blocks: int) -> np.ndarray:
-    """Where a prompt's KV can be loaded to."""
-    shape = list(spec.layout.shape)
-    shape[3] *= num_blocks
-    return np.zeros(shape, f"u{spec.layout.itemsize}")
-
-
-# --- the fleet
-
-
 class Rig:
     """A running fleet; when left without an error it checks that nothing is amiss or left over."""
 
-    def __init__(self, root: Path, num_nodes: int = 1, *, dram_bytes: int = 8 * MIB, **settings: Any) -> None:
-        self.config = FleetConfig(arena_root=str(root), dram_bytes=dram_bytes, **{**FAST, **settings})
+    def __init__(self, root: Path, num_nodes: int = 1, *, dram_bytes: int = 8 * MIB, **settings: object) -> None:
+        self.config = FleetConfig(arena_root=str(root), dram_bytes=dram_bytes, **{**FAST, **settings})  # type: ignore[arg-type]
         self.calls: Counter[str] = Counter()
         self.faults: dict[str, Fault] = {}
         self.directory: DirectoryService | None = None
         self.managers: dict[int, TierManager] = {}
         self.dead: set[NodeId] = set()
+        self._dying: set[int] = set()
+        self._killers: set[asyncio.Future[None]] = set()
         self._clients: list[Client] = []
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
         self._streams: dict[int, set[AsyncGenerator[Any, None]]] = {}
@@ -147,9 +98,13 @@ class Rig:
         finally:
             self.close()
 
-    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
-        """Run a coroutine on the fleet's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+    def run(self, work: Awaitable[Any], timeout_s: float = 30.0) -> Any:
+        """Run something on the fleet's loop."""
+
+        async def awaited() -> Any:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(timeout_s)
 
     def node_id(self, number: int) -> NodeId:
         return NodeId(f"{number:032x}")
@@ -173,8 +128,9 @@ class Rig:
         place = NodePlace(self.node_id(number), os.getpid(), 64 * MIB, lambda node: True)
 
         async def start() -> TierManager:
-            return TierManager(self.config, place, _Link(self), lambda budget: _Loopback(self))
+            return TierManager(self.config, place, RigLink(self), lambda budget: Loopback(self))
 
+        wait_for(lambda: number not in self._dying, f"node {number} is dead")
         self._tasks[number], self._streams[number] = set(), set()
         manager: TierManager = self.run(start())
         self.managers[number] = manager
@@ -185,20 +141,31 @@ class Rig:
         """End a node's manager on the spot; its arena stays."""
         self.run(self._kill(number))
 
+    def killing(self, number: int) -> Fault:
+        """A call in the middle of which a node's manager dies; if it was to that one, it is lost."""
+
+        async def fault() -> None:
+            if number in self.managers:
+                self._killers.add(asyncio.ensure_future(self._kill(number)))
+                await hanging()
+
+        return fault
+
     async def _kill(self, number: int) -> None:
         node, self.managers[number]._node = self.part(number), None
         del self.managers[number]
+        self._dying.add(number)
         tasks = [*node._tasks, *self._tasks[number], *([node._listing] if node._listing else [])]
-        tasks += [*node.loader._adopted, *node._admitter._moving]
+        reads = node.loader.shared_reads
+        tasks += [*(reads._adopted if reads else ()), *node._admitter._moving]
         for task in tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.wait({*tasks} - {asyncio.current_task()}, timeout=20)
+            task.cancel()
+        await asyncio.wait(tasks)
         for stream in tuple(self._streams[number]):
-            with suppress(RuntimeError):  # it is running: the killer is inside of it
-                await stream.aclose()
+            await stream.aclose()
         node._stop_populating.set()
         node.home.lock.release()
+        self._dying.discard(number)
 
     def part(self, number: int) -> Any:
         """The insides of a node's manager."""
@@ -208,7 +175,7 @@ class Rig:
         return self.run(self.managers[number].status())
 
     def client(self, spec: ModelSpec, number: int = 0, shard: int = 0) -> Client:
-        client = Client(spec, _ManagerPort(self, number), _DirectoryPort(self), self.config, shard=shard)
+        client = Client(spec, RigManagerPort(self, number), RigDirectoryPort(self), self.config, shard=shard)
         self._clients.append(client)
         return client
 
@@ -228,11 +195,12 @@ class Rig:
         assert placement.used_bytes <= node.home.arena.capacity_bytes
         return (
             node.dram.num_reserved or placement._holds or placement.in_transfer or node.loader.flights
-            or node.loader._adopted or node.server._budget.taken_bytes
+            or (node.loader.shared_reads and node.loader.shared_reads._adopted) or node.server._budget.taken_bytes
         )  # fmt: skip
 
     def close(self) -> None:
         self.faults.clear()
+        self.run(self._give_up_hanging())
         for client in self._clients:
             client.close(5)
         for manager in self.managers.values():
@@ -243,6 +211,11 @@ class Rig:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+    async def _give_up_hanging(self) -> None:
+        for tasks in self._tasks.values():
+            for task in tasks:
+                task.cancel()
 
     # calls
 
@@ -285,9 +258,8 @@ class Rig:
         try:
             await asyncio.wait({task})
         finally:
-            if not abandon and not task.done():
-                task.cancel()
-                await asyncio.wait({task})
+            if not abandon:
+                await ended(task)
         if task.cancelled() or self.managers.get(number) is not manager:
             raise TierUnavailableError("dram", f"node {number} died")
         return task.result()
@@ -320,98 +292,3 @@ class Rig:
                 raise
             future.cancel()
             raise DeadlineExceededError(what, timeout_s) from error
-
-
-class _ManagerPort(ManagerPort):
-    def __init__(self, rig: Rig, number: int) -> None:
-        self._rig = rig
-        self._number = number
-
-    def _call(self, name: str, timeout_s: float, *args: object) -> Any:
-        return self._rig.ask(self._rig.at_manager(self._number, name, *args), name, timeout_s + GRACE_S)
-
-    @override
-    def attach(self, timeout_s: float) -> Any:
-        return self._call("attach", timeout_s)
-
-    @override
-    def reserve(self, request: ReserveRequest, timeout_s: float) -> Any:
-        return self._call("reserve", timeout_s, request)
-
-    @override
-    def commit(self, request: CommitRequest, timeout_s: float) -> Any:
-        return self._call("commit", timeout_s, request)
-
-    @override
-    def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:
-        deadline = time.monotonic() + request.timeout_s + GRACE_S
-        stream = self._rig.stream(self._number, "load", "step", request)
-
-        async def step() -> Any:
-            return await anext(stream, None)
-
-        async def end() -> None:
-            with suppress(RuntimeError):  # the last step was abandoned just now, which ends the stream as well
-                await stream.aclose()
-
-        try:
-            while (progress := self._rig.ask(step(), "load", max(0.0, deadline - time.monotonic()))) is not None:
-                yield progress
-        finally:
-            asyncio.run_coroutine_threadsafe(end(), self._rig.loop)
-
-
-class _DirectoryPort(DirectoryPort):
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-
-    @override
-    def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Any:
-        try:
-            return self._rig.ask(self._rig.at_directory("locate", keys, shard, num_shards), "locate", timeout_s)
-        except DeadlineExceededError as error:
-            raise DirectoryUnavailableError("locate") from error
-
-
-class _Link:
-    """A manager's calls to the directory."""
-
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        async def call(argument: object, timeout_s: float) -> Any:
-            try:
-                return await asyncio.wait_for(self._rig.at_directory(name, argument), timeout_s)
-            except asyncio.TimeoutError as error:
-                raise DirectoryUnavailableError(name) from error
-
-        return call
-
-
-class _Loopback(Transport):
-    """Windows straight from the holder's generator, copied as Ray would."""
-
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-
-    @override
-    async def fetch(self, node: NodeId, request: FetchRequest, total_bytes: int) -> AsyncGenerator[Window, None]:
-        deadline = self._rig.loop.time() + request.timeout_s
-        windows = self._rig.stream(int(node, 16), "fetch", "window", request)
-        async with aclosing(windows):
-            while True:
-                left = deadline - self._rig.loop.time()
-                try:
-                    window = await asyncio.wait_for(anext(windows, None), min(left, self._rig.config.holder_timeout_s))
-                except asyncio.TimeoutError as error:
-                    if left < self._rig.config.holder_timeout_s:
-                        raise DeadlineExceededError("fetch", request.timeout_s) from error
-                    raise TierUnavailableError("peer", "nothing came") from error
-                except TierError:
-                    raise
-                except Exception as error:
-                    raise TierUnavailableError("peer", repr(error)) from error
-                if window is None:
-                    return
-                yield Window(tuple(replace(part, data=part.data.copy()) for part in window.parts))

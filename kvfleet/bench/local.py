@@ -7,13 +7,14 @@ from time import perf_counter
 import numpy as np
 
 from kvfleet.bench.report import Row, measure
-from kvfleet.bench.workload import Prompts, kv_array, memcpy, spec_of
+from kvfleet.bench.workload import Prompts, kv_array, mapped_client, memcpy, spec_of, zero_kv
 from kvfleet.fleet import Fleet
 
 __all__ = ["MEASURES", "rows"]
 
 MEASURES = (
-    "load: `client.load` of a prefix in this node's arena into a bfloat16 tensor (layers, 2, heads, tokens, dim). "
+    "load: `client.load` of a prefix in this node's arena into a bfloat16 tensor (layers, 2, heads, tokens, dim), "
+    "aligned to 64 bytes as torch's are. "
     "Floor: memcpy of as many bytes, block by block, between two other arrays. Everything touched before."
 )
 
@@ -21,13 +22,13 @@ MEASURES = (
 def rows(fleet: Fleet, block_tokens: int, num_blocks: int, repeats: int) -> list[Row]:
     """Measure one size."""
     spec = spec_of(block_tokens)
-    client = fleet.client(spec)
-    tokens = Prompts(num_blocks * block_tokens).next()
+    client = mapped_client(fleet, spec)
+    tokens = Prompts("local", num_blocks * block_tokens).next()
     kv = kv_array(spec.layout, num_blocks)
     stored = client.store(tokens, kv).wait(60.0)
     assert stored.stored == num_blocks, stored
     hit = client.lookup(tokens)
-    target = np.zeros_like(kv)
+    target = zero_kv(spec.layout, num_blocks)
 
     def load() -> float:
         started = perf_counter()

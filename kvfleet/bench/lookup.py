@@ -29,7 +29,7 @@ def rows(fleet: Fleet, num_blocks: int, repeats: int) -> list[Row]:
     """Measure one prompt length."""
     layout = BlockLayout.opaque(block_bytes=_BLOCK_BYTES, block_tokens=_BLOCK_TOKENS, inner_order="bench")
     client = fleet.client(ModelSpec(model_id="bench", weight_revision="bench", layout=layout))
-    prompts = Prompts(num_blocks * _BLOCK_TOKENS)
+    prompts = Prompts("lookup", num_blocks * _BLOCK_TOKENS)
     tokens, stranger = prompts.next(), prompts.next()
     listed = tokens.tolist()
     stored = client.store(tokens, np.zeros((num_blocks, _BLOCK_BYTES), np.uint8)).wait(60.0)

@@ -19,7 +19,7 @@ from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvfleet.bench.report import Row, measure
-from kvfleet.bench.workload import Prompts, kv_array, spec_of
+from kvfleet.bench.workload import Prompts, kv_array, mapped_client, spec_of, zero_kv
 from kvfleet.config import GIB
 from kvfleet.errors import ConfigError
 from kvfleet.fleet import Fleet, connect
@@ -29,10 +29,11 @@ from kvfleet.node.windows import stream_share
 __all__ = ["MEASURES", "Pair", "choose_pair", "rows", "two_nodes"]
 
 MEASURES = (
-    "load: `client.load` of a prefix that only another node's manager has, into a bfloat16 tensor (layers, 2, heads, "
-    "tokens, dim): its arena, object store, this node's arena, verified, committed, and copied out. Floor: as many "
-    "bytes through the bare object store, from an actor there to one here, in windows as large and as many in flight, "
-    "copied to an array. TCP: sendall and recv_into, one connection. Everything touched before."
+    "fetch: `client.load` of a prefix that only another node's manager has, left in this node's arena: from arena to "
+    "object store to arena, verified and committed. load: the same, and copied to a bfloat16 tensor (layers, 2, heads, "
+    "tokens, dim), aligned to 64 bytes as torch's are. Floor: as many bytes through the bare object store, from an "
+    "actor there to one here, in windows as large and as many in flight, copied to an array. TCP: sendall and "
+    "recv_into, one connection. Everything touched before."
 )
 
 _TIMEOUT_S = 120.0
@@ -70,7 +71,7 @@ def two_nodes(address: str | None, object_store_bytes: int = GIB) -> Iterator[Pa
     finally:
         ray.shutdown()
         if cluster is not None:
-            cluster.shutdown()  # type: ignore[no-untyped-call]
+            cluster.shutdown()
 
 
 def choose_pair() -> Pair:
@@ -80,7 +81,7 @@ def choose_pair() -> Pair:
         ConfigError: there is no other one.
     """
     here = ray.get_runtime_context().get_node_id()
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes: list[dict[str, Any]] = ray.nodes()
     stores = {node["NodeID"]: int(node["Resources"]["object_store_memory"]) for node in nodes if node["Alive"]}
     there = next((node for node in stores if node != here), None)
     if there is None:
@@ -93,7 +94,7 @@ class _Holder:
 
     def __init__(self, fleet: str, block_tokens: int, num_blocks: int) -> None:
         spec = spec_of(block_tokens)
-        self._client = connect(fleet).client(spec)
+        self._client = mapped_client(connect(fleet), spec)
         self._kv = kv_array(spec.layout, num_blocks)
         self._bytes = self._kv.view(np.uint8).reshape(-1)
 
@@ -105,7 +106,7 @@ class _Holder:
 
     def listen(self) -> tuple[str, int]:
         """Accept one connection, and send everything for each byte that comes over it."""
-        server = socket.create_server((get_node_ip_address(), 0))  # type: ignore[no-untyped-call]
+        server = socket.create_server((get_node_ip_address(), 0))
         threading.Thread(target=self._send, args=(server,), daemon=True).start()
         host, port = server.getsockname()
         return host, port
@@ -123,9 +124,9 @@ class _Reader:
 
     def __init__(self, fleet: str, block_tokens: int, num_blocks: int, holder: ActorHandle[_Holder]) -> None:
         spec = spec_of(block_tokens)
-        self._client = connect(fleet).client(spec)
+        self._client = mapped_client(connect(fleet), spec)
         self._kv = kv_array(spec.layout, num_blocks)
-        self._target = np.zeros_like(self._kv)
+        self._target = zero_kv(spec.layout, num_blocks)
         self._bytes = self._target.view(np.uint8).reshape(-1)
         self._holder = holder
         host, port = ray.get(holder.listen.remote(), timeout=_TIMEOUT_S)
@@ -133,13 +134,20 @@ class _Reader:
 
     def load(self, tokens: npt.NDArray[np.uint32]) -> float:
         self._target[..., 0] = 0
+        seconds = self._load(tokens, self._target)
+        assert np.array_equal(self._target, self._kv)
+        return seconds
+
+    def fetch(self, tokens: npt.NDArray[np.uint32]) -> float:
+        return self._load(tokens, _take_nothing)
+
+    def _load(self, tokens: npt.NDArray[np.uint32], into: object) -> float:
         hit = self._client.lookup(tokens)
         assert hit.num_tokens == len(tokens), hit
         started = perf_counter()
-        loaded = self._client.load(hit, self._target, _TIMEOUT_S)
+        loaded = self._client.load(hit, into, _TIMEOUT_S)
         seconds = perf_counter() - started
         assert loaded.bytes_by_source == {Source.PEER: self._kv.nbytes}, loaded.outcomes
-        assert np.array_equal(self._target, self._kv)
         return seconds
 
     def object_store(self, window_bytes: int, in_flight: int) -> float:
@@ -170,18 +178,22 @@ class _Reader:
         return perf_counter() - started
 
 
+def _take_nothing(index: int, block: npt.NDArray[Any]) -> None:
+    """Leave a loaded block in the arena."""
+
+
 def rows(fleet: Fleet, pair: Pair, block_tokens: int, num_blocks: int, repeats: int) -> list[Row]:
     """Measure one size."""
     config, total = fleet.config, num_blocks * spec_of(block_tokens).layout.block_bytes
     name = config.name
     holder = _place(_Holder, pair.holder, name, block_tokens, num_blocks)
     reader = _place(_Reader, pair.reader, name, block_tokens, num_blocks, holder)
-    prompts = Prompts(num_blocks * block_tokens)
+    prompts = Prompts("peer", num_blocks * block_tokens)
 
-    def load() -> float:
+    def stored() -> npt.NDArray[np.uint32]:
         tokens = prompts.next()
         assert ray.get(holder.store.remote(tokens), timeout=_TIMEOUT_S) == num_blocks
-        return _seconds(reader.load.remote(tokens))
+        return tokens
 
     budget_bytes = int(pair.object_store_bytes * config.object_store_fraction) // 2  # in and out have one each
     window_bytes = stream_share(total, config.window_bytes_max, config.windows_in_flight, budget_bytes).window_bytes_max
@@ -190,7 +202,8 @@ def rows(fleet: Fleet, pair: Pair, block_tokens: int, num_blocks: int, repeats: 
             {
                 "object store": lambda: _seconds(reader.object_store.remote(window_bytes, config.windows_in_flight)),
                 "TCP": lambda: _seconds(reader.tcp.remote()),
-                "load": load,
+                "fetch": lambda: _seconds(reader.fetch.remote(stored())),
+                "load": lambda: _seconds(reader.load.remote(stored())),
             },
             block_bytes=total // num_blocks,
             num_blocks=num_blocks,

@@ -99,7 +99,7 @@ def measure(
 def table(report: Report) -> Table:
     """The rows for reading; a size's first row is its floor."""
     moves = any(row.moved_bytes for row in report.rows)
-    shown = Table(title=f"kvfleet bench {report.bench}", caption=report.measures, title_justify="left")
+    shown = Table(title=f"kvfleet bench {report.bench}", caption=report.measures, caption_justify="left")
     shown.add_column("block", justify="right")
     shown.add_column("blocks", justify="right")
     shown.add_column("what")

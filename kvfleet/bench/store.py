@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from kvfleet.bench.report import Row, measure
-from kvfleet.bench.workload import Prompts, kv_array, memcpy, spec_of
+from kvfleet.bench.workload import Prompts, kv_array, mapped_client, memcpy, spec_of
 from kvfleet.fleet import Fleet
 
 __all__ = ["MEASURES", "rows"]
@@ -20,8 +20,8 @@ MEASURES = (
 def rows(fleet: Fleet, block_tokens: int, num_blocks: int, repeats: int) -> list[Row]:
     """Measure one size."""
     spec = spec_of(block_tokens)
-    client = fleet.client(spec)
-    prompts = Prompts(num_blocks * block_tokens)
+    client = mapped_client(fleet, spec)
+    prompts = Prompts("store", num_blocks * block_tokens)
     kv = kv_array(spec.layout, num_blocks)
 
     def store() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +13,29 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfleet.bench.report import Run
+from kvfleet.client import Client
 from kvfleet.config import MIB, FleetConfig
 from kvfleet.core.layout import BlockLayout, ModelSpec
 from kvfleet.errors import DeadlineExceededError
 from kvfleet.fleet import Fleet, start
 
-__all__ = ["Prompts", "arena_bytes", "kv_array", "memcpy", "running_fleet", "spec_of", "wait_until_populated"]
+__all__ = [
+    "Prompts",
+    "arena_bytes",
+    "kv_array",
+    "mapped_client",
+    "memcpy",
+    "running_fleet",
+    "spec_of",
+    "wait_until_populated",
+    "zero_kv",
+]
 
 Tokens = npt.NDArray[np.uint32]
 Words = npt.NDArray[np.uint16]
 
 _SEED = 20250101
+_ALIGNMENT = 64
 _POPULATE_TIMEOUT_S = 120.0
 
 
@@ -33,10 +46,10 @@ def spec_of(block_tokens: int) -> ModelSpec:
 
 
 class Prompts:
-    """Prompts without a common prefix, the same ones each time, others for another length."""
+    """Prompts without a common prefix, the same ones each time; others for another benchmark or length."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self._random = np.random.default_rng((_SEED, num_tokens))
+    def __init__(self, bench: str, num_tokens: int) -> None:
+        self._random = np.random.default_rng([_SEED, num_tokens, *bench.encode()])
         self._num_tokens = num_tokens
 
     def next(self) -> Tokens:
@@ -46,12 +59,22 @@ class Prompts:
 
 def kv_array(layout: BlockLayout, num_blocks: int) -> Words:
     """KV of a prompt of `num_blocks` blocks, of random bits: the layout's shape, a longer token axis."""
+    kv = zero_kv(layout, num_blocks)
+    words = kv.reshape(-1).view(np.uint64)
+    words[:] = np.random.default_rng(_SEED).integers(0, 2**64 - 1, len(words), np.uint64, endpoint=True)
+    return kv
+
+
+def zero_kv(layout: BlockLayout, num_blocks: int) -> Words:
+    """Memory for as much KV, touched, and aligned to 64 bytes as torch's tensors are; numpy's are not."""
     assert layout.token_axis is not None
     assert layout.itemsize == 2
     shape = list(layout.shape)
     shape[layout.token_axis] *= num_blocks
-    words = np.random.default_rng(_SEED).integers(0, 2**64 - 1, math.prod(shape) // 4, np.uint64, endpoint=True)
-    return words.view(np.uint16).reshape(shape)
+    memory = np.empty(2 * math.prod(shape) + _ALIGNMENT, np.uint8)
+    memory[:] = 0
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + 2 * math.prod(shape)].view(np.uint16).reshape(shape)
 
 
 def memcpy(kv: Words, num_blocks: int) -> Run:
@@ -82,6 +105,16 @@ def running_fleet(dram_bytes: int, address: str | None) -> Iterator[Fleet]:
         yield fleet
     finally:
         fleet.stop()
+
+
+def mapped_client(fleet: Fleet, spec: ModelSpec) -> Client:
+    """A client that has touched the whole arena before, as an engine's has after a while."""
+    client = fleet.client(spec)
+    client.attach()
+    arena = client._node.arena
+    assert arena is not None
+    arena.populate(threading.Event())
+    return client
 
 
 def wait_until_populated(fleet: Fleet) -> None:

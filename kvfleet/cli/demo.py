@@ -53,10 +53,11 @@ def run(
         text, notes = read_document(document)
         question = question or (DEFAULT_QUESTION if document is None else _QUESTION_ABOUT_ANY_TEXT)
         from kvfleet.cli.demo_flow import Demo, scratch
+        from kvfleet.cli.demo_screen import same_everywhere
 
         with scratch(shared) as places:
-            same = Demo(places, text, question, nodes, model).show(notes)
-    if not same:
+            rows = Demo(places, text, question, nodes, model).show(notes)
+    if not same_everywhere(rows):
         raise typer.Exit(1)
 
 

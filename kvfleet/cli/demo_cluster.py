@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -37,13 +38,17 @@ class DemoCluster:
         Raises:
             KvFleetError: raised by `work`, or the process died.
         """
-        strategy = NodeAffinitySchedulingStrategy(self._node_ids[node], soft=False)
         # One call a process: nothing but what kvfleet keeps is left of it for the next one.
         options: dict[str, Any] = {
-            "max_calls": 1, "max_retries": 0, "num_cpus": 1, "num_returns": "streaming", "scheduling_strategy": strategy,
-        }  # fmt: skip
+            "max_calls": 1,
+            "max_retries": 0,
+            "num_cpus": 1,
+            "num_returns": "streaming",
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._node_ids[node], soft=False),
+        }
         try:
-            for ref in ray.remote(**options)(work).remote(*args, **kwargs):
+            stream: Any = ray.remote(**options)(work).remote(*args, **kwargs)
+            for ref in stream:
                 yield ray.get(ref)
         except RayTaskError as error:
             if isinstance(error.cause, KvFleetError):
@@ -63,13 +68,16 @@ def demo_cluster(num_nodes: int, directory: Path, settings: Mapping[str, str]) -
         settings: environment of the nodes' processes.
     """
     with _environment({"RAY_TMPDIR": str(directory), "RAY_USAGE_STATS_ENABLED": "0", **settings}):
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         cluster = Cluster(shutdown_at_exit=True)
         try:
             for _ in range(num_nodes):
                 cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
             ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set its own, which end this process at once
             first = ray.get_runtime_context().get_node_id()
-            others = (node["NodeID"] for node in ray.nodes() if node["NodeID"] != first)
+            nodes: list[dict[str, Any]] = ray.nodes()
+            others = (node["NodeID"] for node in nodes if node["NodeID"] != first)
             yield DemoCluster([first, *sorted(others)])
         finally:
             ray.shutdown()

@@ -6,10 +6,10 @@ import contextlib
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -19,8 +19,8 @@ import kvfleet
 from kvfleet.cli import demo_model, demo_worker
 from kvfleet.cli.console import show_bytes
 from kvfleet.cli.demo_cluster import OBJECT_STORE_BYTES, DemoCluster, demo_cluster
-from kvfleet.cli.demo_screen import Row, Screen, Step, same_everywhere, sources
-from kvfleet.cli.demo_worker import Answer, Event, Filled, Plan, Progress
+from kvfleet.cli.demo_messages import Answer, Event, Filled, Plan, Progress, Request
+from kvfleet.cli.demo_screen import Row, Screen, Step, sources
 from kvfleet.config import MIB, FleetConfig
 from kvfleet.core.block import KEY_BYTES, BlockKey
 from kvfleet.errors import ConfigError, KvFleetError
@@ -71,29 +71,33 @@ def scratch(shared_url: str | None) -> Iterator[Places]:
     """
     if shared_url is not None and urlsplit(shared_url).scheme in ("", "memory"):
         raise ConfigError("--shared", f"must be a URL of storage that processes can share, is {shared_url!r}")
-    # Ray keeps sockets there, and the path of a socket may have 107 characters: a long TMPDIR would not do.
-    disk = Path(tempfile.mkdtemp(prefix="kvfleet-", dir="/tmp"))
-    memory = Path(tempfile.mkdtemp(prefix="kvfleet-demo-", dir=_SHARED_MEMORY))
-    places = Places(disk, memory, shared_url or f"file://{disk}/shared", shared_url is not None)
-    try:
-        yield places
-    finally:
+    with contextlib.ExitStack() as stack:
+
+        def directory(prefix: str, parent: Path) -> Path:
+            return Path(stack.enter_context(TemporaryDirectory(None, prefix, parent, ignore_cleanup_errors=True)))
+
+        # Ray keeps sockets there, and the path of a socket may have 107 characters: a long TMPDIR would not do.
+        disk = directory("kvfleet-", Path("/tmp"))
+        memory = directory("kvfleet-demo-", _SHARED_MEMORY) if os.access(_SHARED_MEMORY, os.W_OK) else disk
+        places = Places(disk, memory, shared_url or f"file://{disk}/shared", shared_url is not None)
         try:
-            if places.borrowed:
-                _delete_blocks(places.shared_url, places.namespaces)
+            yield places
         finally:
-            for directory in (disk, memory):
-                shutil.rmtree(directory, ignore_errors=True)
+            if places.borrowed and places.namespaces:
+                _delete_blocks(places.shared_url, places.namespaces)
 
 
 def _delete_blocks(url: str, namespaces: list[bytes]) -> None:
-    """Take the demo's blocks out of the user's storage."""
+    """Take the demo's blocks out of the user's storage, or say that they are still there."""
     tier = SharedTier(url, {}, _STORAGE_TIMEOUT_S)
     try:
         for namespace in namespaces:
             for page in tier.list(_RECORDS_MAX, [namespace]):
                 for start in range(0, len(page), _RECORD_BYTES):
                     tier.delete(namespace, 1, BlockKey(page[start : start + KEY_BYTES]), 0)
+    except KvFleetError as error:
+        left = " and ".join(namespace.hex() for namespace in namespaces)
+        Console(stderr=True).print(f"Not all of {left} could be deleted from {url}: {error}", markup=False)
     finally:
         tier.close()
 
@@ -109,10 +113,9 @@ class Demo:
         self._num_nodes = num_nodes
         self._model = model
         self._num_threads = max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
-        self._rows: list[Row] = []
 
-    def show(self, notes: list[str]) -> bool:
-        """Run all steps. Returns whether all runs of the model gave the same answer.
+    def show(self, notes: list[str]) -> list[Row]:
+        """Run all steps, then show and return what the runs of the model gave.
 
         Raises:
             KvFleetError: something cannot work, and what.
@@ -121,24 +124,31 @@ class Demo:
         self._screen.say("[bold]kvfleet demo[/bold]: one question about one document, asked again and again")
         for note in notes:
             self._screen.note(note)
-        with self._cluster() as cluster:
+        last = self._num_nodes - 1
+        with contextlib.ExitStack() as stack:
+            cluster = self._start_cluster(stack)
             plan = self._prepare(cluster)
             fleet = self._start_fleet(plan)
-            self._ask(cluster, plan, 0, "nowhere yet")
-            self._ask(cluster, plan, 0, "on the same node")
-            for node in range(1, self._num_nodes):
-                self._ask(cluster, plan, node, "on another node")
+            rows = [
+                self._ask(cluster, plan, 0, "recompute", "nothing is cached yet"),
+                self._ask(cluster, plan, 0, "same node", "again, in a new process"),
+                *(
+                    self._ask(cluster, plan, node, "other node", "has never seen the document")
+                    for node in range(1, self._num_nodes)
+                ),
+            ]
             self._evict(cluster, plan)
-            self._ask(cluster, plan, self._num_nodes - 1, "evicted to shared storage")
-            self._stop_fleet(fleet)
-        with self._cluster() as cluster:
+            rows.append(self._ask(cluster, plan, last, "evicted", "again, after the eviction"))
+            self._stop(fleet, stack)
+        with contextlib.ExitStack() as stack:
+            cluster = self._start_cluster(stack)
             fleet = self._start_fleet(plan)
-            with self._screen.step("Finding out what the shared storage holds"):
+            with self._screen.step("Listing the shared storage"):
                 fleet.wait_for_shared(_LISTING_TIMEOUT_S)
-            self._ask(cluster, plan, 0, "in shared storage, all else restarted")
-            self._stop_fleet(fleet)
-        self._screen.conclude(self._question, self._rows)
-        return same_everywhere(self._rows)
+            rows.append(self._ask(cluster, plan, 0, "restarted", "again, after the restart"))
+            self._stop(fleet, stack)
+        self._screen.conclude(self._question, rows)
+        return rows
 
     def _check_model(self) -> None:
         if self._model is None:
@@ -155,34 +165,34 @@ class Demo:
             return self._places.disk
         return root if os.access(root, os.W_OK) else self._places.disk
 
-    @contextlib.contextmanager
-    def _cluster(self) -> Iterator[DemoCluster]:
+    def _start_cluster(self, stack: contextlib.ExitStack) -> DemoCluster:
         settings = {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(self._num_threads),
             "RAY_worker_niceness": "0",
             "TRANSFORMERS_VERBOSITY": "error",
         }
-        with contextlib.ExitStack() as stack:
-            with self._screen.step(f"Starting {_count(self._num_nodes, 'Ray node')} on this machine"):
-                cluster = stack.enter_context(demo_cluster(self._num_nodes, self._places.disk, settings))
-            yield cluster
+        with self._screen.step(f"Starting {_count(self._num_nodes, 'Ray node')} on this machine"):
+            return stack.enter_context(demo_cluster(self._num_nodes, self._places.disk, settings))
 
     def _prepare(self, cluster: DemoCluster) -> Plan:
         with self._screen.step("Preparing model and prompt") as step:
-            work = cluster.run(
-                0, demo_worker.prepare, _FLEET, self._document, self._question,
-                model=self._model and self._model.resolve(), model_root=self._model_root(),
-                num_threads=self._num_threads, salt=secrets.token_hex(8),
-            )  # fmt: skip
-            plan = _follow(step, work, Plan)
+            request = Request(
+                fleet=_FLEET,
+                document=self._document,
+                question=self._question,
+                model=self._model and self._model.resolve(),
+                model_root=self._model_root(),
+                num_threads=self._num_threads,
+                salt=secrets.token_hex(8),
+            )
+            plan = _follow(step, cluster.run(0, demo_worker.prepare, request), Plan)
             step.result = (
                 f"{len(plan.prompt):,} tokens; {_count(plan.num_blocks, 'block')} of {plan.spec.block_tokens} tokens, "
                 f"{show_bytes(plan.prompt_bytes)} of KV in {plan.spec.layout.dtype}"
             )
         for note in plan.notes:
             self._screen.note(note)
-        self._places.namespaces[:] = [plan.spec.namespace_id, demo_worker.filler_of(plan).namespace_id]
         return plan
 
     def _start_fleet(self, plan: Plan) -> kvfleet.Fleet:
@@ -197,6 +207,7 @@ class Demo:
         )
         with self._screen.step("Starting the fleet") as step:
             fleet = kvfleet.start(config)
+            self._places.namespaces[:] = [plan.spec.namespace_id, demo_worker.filler_of(plan).namespace_id]
             fleet.up()
             step.result = f"{show_bytes(dram_bytes)} of cache on each node, shared storage {config.shared_url}"
         if not roomy:
@@ -208,17 +219,20 @@ class Demo:
         """Room for the prompt and a little more, so that it does not take much to push it out."""
         return max(_ARENA_BYTES_MIN, plan.prompt_bytes * 5 // 4 + _SPARE_BLOCKS * plan.spec.layout.block_bytes)
 
-    def _ask(self, cluster: DemoCluster, plan: Plan, node: int, where: str) -> None:
+    def _ask(self, cluster: DemoCluster, plan: Plan, node: int, title: str, situation: str) -> Row:
         """One run of the model, in a new process."""
         name = _name(node)
-        with self._screen.step(f"Asking on node {name}, the document's KV is {where}") as step:
+        with self._screen.step(f"Node {name}, {situation}") as step:
             answer = _follow(step, cluster.run(node, demo_worker.answer, plan), Answer)
-            moved = f" from {sources(answer)}" if answer.bytes_by_source else ""
-            step.result = f"{answer.reused_tokens:,} tokens reused{moved}, first token after {answer.ttft_s:.2f} s"
-        self._rows.append(Row(where, name, answer))
+            moved = f", {show_bytes(answer.num_bytes)} from {sources(answer)}" if answer.num_bytes else ""
+            step.result = (
+                f"{answer.reused_tokens:,} of {len(plan.prompt):,} tokens reused{moved}; "
+                f"first token after {answer.ttft_s:.2f} s"
+            )
+        return Row(title, name, answer)
 
     def _evict(self, cluster: DemoCluster, plan: Plan) -> None:
-        with self._screen.step("Storing other KV on all nodes, until the document's is evicted") as step:
+        with self._screen.step("Storing other KV everywhere, until the document's is evicted") as step:
             filled = [
                 _follow(step, cluster.run(node, demo_worker.evict, plan, self._arena_bytes(plan), node), Filled)
                 for node in range(self._num_nodes)
@@ -228,17 +242,18 @@ class Demo:
         if left:
             self._screen.note(f"{_count(left, 'block')} of the document could not be evicted")
 
-    def _stop_fleet(self, fleet: kvfleet.Fleet) -> None:
-        with self._screen.step("Stopping the fleet and Ray: only shared storage stays"):
+    def _stop(self, fleet: kvfleet.Fleet, cluster: contextlib.ExitStack) -> None:
+        with self._screen.step("Stopping the fleet and Ray: only the shared storage stays"):
             unsaved = fleet.stop()
+            cluster.close()
         if unsaved:
-            self._screen.note(f"{_count(unsaved, 'block')} could not be saved to shared storage")
+            self._screen.note(f"{_count(unsaved, 'block')} could not be saved to the shared storage")
 
 
 def _follow(step: Step, work: Iterator[Event], result: type[T]) -> T:
     """Show the progress of some work and return its result, the last thing it yields."""
     last: Event | None = None
-    for last in work:  # noqa: B007 - the last one counts
+    for last in work:
         if isinstance(last, Progress):
             step.show(last)
     if not isinstance(last, result):

@@ -64,15 +64,17 @@ def tokenize(
     Raises:
         ConfigError: the question alone is too long.
     """
-    text = document.strip()[: tokens_max * _TOKEN_CHARACTERS_MAX]
+    whole = document.strip()
+    text = whole[: tokens_max * _TOKEN_CHARACTERS_MAX]
     while len(tokens := _apply_template(tokenizer, text, question)) > tokens_max:
         if not text:
             raise ConfigError("--question", f"has {len(tokens)} tokens, the model takes {tokens_max}")
         excess = len(tokens) - tokens_max
         text = text[: max(0, len(text) - max(1, len(text) * excess // len(tokens)))]
-    cut = 1 - len(text) / len(document.strip() or " ")
-    notes = [f"the document is cut to fit {tokens_max:,} tokens: its last {cut:.0%} are left out"] if text else []
-    return tokens, notes if len(text) < len(document.strip()) else []
+    if len(text) == len(whole):
+        return tokens, []
+    left_out = 1 - len(text) / len(whole)
+    return tokens, [f"the document is cut to fit {tokens_max:,} tokens: its last {left_out:.0%} are left out"]
 
 
 def block_tokens_for(prompt_tokens: int) -> int:

@@ -7,26 +7,22 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvfleet.cli.console import show_bytes
-from kvfleet.cli.demo_worker import Answer, Progress
+from kvfleet.cli.demo_messages import Answer, Progress
 from kvfleet.node.messages import Source
 
 __all__ = ["Row", "Screen", "Step", "same_everywhere", "sources"]
 
-_BAR_WIDTH = 20
-_DETAIL_WIDTH = 44
-_FROM = {
-    Source.DRAM: "its own memory",
-    Source.PEER: "another node",
-    Source.SHARED: "shared storage",
-}
+_BAR_WIDTH = 16
+_SOURCES = {Source.DRAM: "own memory", Source.PEER: "other node", Source.SHARED: "shared storage"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +30,12 @@ class Row:
     """One run of the model.
 
     Attributes:
-        where: the document's KV was.
+        title: what was special about it.
         node: that it ran on.
         answer: what it gave.
     """
 
-    where: str
+    title: str
     node: str
     answer: Answer
 
@@ -54,16 +50,12 @@ class Step:
 
     def show(self, progress: Progress) -> None:
         """Show how far the step has got."""
-        detail = progress.text or progress.doing
-        if len(detail) > _DETAIL_WIDTH:
-            detail = f"…{detail[1 - _DETAIL_WIDTH :]}"
-        self._live.update(
-            self._task, completed=progress.done or 0, total=progress.total, detail=" ".join(detail.split())
-        )
+        detail = escape(" ".join((progress.text or progress.doing).split()))
+        self._live.update(self._task, completed=progress.done or 0, total=progress.total, detail=detail)
 
 
 class Screen:
-    """The terminal, or a file: progress moves only on a terminal, the finished lines go to both."""
+    """The terminal, or a file: only the terminal shows what is under way, both get what is done."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -71,42 +63,46 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line for the user; rich markup."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def note(self, text: str) -> None:
         """Something the user may want to know, as plain text."""
-        self._console.print(f"  [yellow]note:[/yellow] {escape(text)}", highlight=False)
+        self.say(f"  [yellow]note:[/yellow] {escape(text)}")
 
     @contextlib.contextmanager
     def step(self, title: str) -> Iterator[Step]:
         """Show a step while it runs, and a line about it when it has ended well."""
         started = time.monotonic()
         live = Live(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(_BAR_WIDTH),
-            TextColumn("[dim]{task.fields[detail]}", markup=True), TimeElapsedColumn(),
-            console=self._console, transient=True,
-        )  # fmt: skip
+            SpinnerColumn(),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(_BAR_WIDTH),
+            TextColumn("[dim]{task.fields[detail]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            expand=True,
+            disable=not self._console.is_terminal,
+        )
         with live:
             step = Step(live, title)
             yield step
-        seconds = f"[dim]{time.monotonic() - started:.1f} s[/dim]"
         result = f": {escape(step.result)}" if step.result else ""
-        self._console.print(f"[green]✓[/green] {title}{result}  {seconds}", highlight=False)
+        self.say(f"[green]✓[/green] {title}{result} [dim]({time.monotonic() - started:.1f} s)[/dim]")
 
     def conclude(self, question: str, rows: Sequence[Row]) -> None:
         """The table, the answer and the time it all took."""
         reference = rows[0].answer
-        self._console.print()
         self._console.print(_table(rows))
         self._console.print(Panel(escape(reference.text or "(nothing)"), title=escape(question), title_align="left"))
         if same_everywhere(rows):
-            self.say("Every run gave the same answer, and the same logits for each of its tokens, bit for bit.")
+            self.say("All runs gave the same answer, and the same logits for each of its tokens, bit for bit.")
         else:
-            self.say("[red]The runs did not all give the same answer.[/red]")
+            self.say("[red]The runs did not all give the same answer from the same logits.[/red]")
         for row in rows:
             if row.answer.shortfall:
-                self.note(f"{row.where}: {row.answer.shortfall}")
-        self.say("TTFT: time to first token, from the prompt's token ids to the first new one; loading is included.")
+                self.note(f"{row.title}: {row.answer.shortfall}")
+        self.say("TTFT, time to first token: from the prompt's token ids to the first new one, loading of KV included.")
         self.say(f"Total time: {time.monotonic() - self._started:.0f} s")
 
 
@@ -117,31 +113,28 @@ def same_everywhere(rows: Sequence[Row]) -> bool:
 
 def sources(answer: Answer) -> str:
     """Where the KV of a run came from, as text."""
-    return ", ".join(_FROM[source] for source in answer.bytes_by_source)
+    return ", ".join(_SOURCES[source] for source in answer.bytes_by_source)
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table()
-    table.add_column("KV of the document")
-    table.add_column("Node")
-    for name in ("Tokens reused", "Bytes moved"):
-        table.add_column(name, justify="right")
-    table.add_column("From")
-    for name in ("TTFT", "Speed-up"):
-        table.add_column(name, justify="right")
-    table.add_column("Same answer")
     reference = rows[0].answer
+    prompt = reference.reused_tokens + reference.computed_tokens
+    table = Table(
+        "", "Node", Column("Tokens\nreused", justify="right"), Column("Bytes\nmoved", justify="right"), "From",
+        Column("TTFT", justify="right"), Column("Speed-\nup", justify="right"), "Same\nanswer",
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
+        caption=f"prompt: {prompt:,} tokens", caption_justify="left",
+    )  # fmt: skip
     for row in rows:
         answer = row.answer
-        prompt = answer.reused_tokens + answer.computed_tokens
         table.add_row(
-            escape(row.where),
+            row.title,
             row.node,
-            f"{answer.reused_tokens:,} of {prompt:,}",
-            show_bytes(sum(answer.bytes_by_source.values())) if answer.bytes_by_source else "-",
+            f"{answer.reused_tokens:,}",
+            show_bytes(answer.num_bytes) if answer.num_bytes else "-",
             sources(answer) or "-",
             f"{answer.ttft_s:.2f} s",
-            f"{reference.ttft_s / answer.ttft_s:.1f}×",
+            f"{reference.ttft_s / answer.ttft_s:.1f}x",
             _compare(answer, reference),
         )
     return table
@@ -150,6 +143,4 @@ def _table(rows: Sequence[Row]) -> Table:
 def _compare(answer: Answer, reference: Answer) -> str:
     if answer is reference:
         return "-"
-    if answer.text != reference.text:
-        return "[red]no[/red]"
-    return "[green]yes, bit for bit[/green]" if answer.logits_digest == reference.logits_digest else "yes"
+    return "[green]yes[/green]" if answer.text == reference.text else "[red]no[/red]"

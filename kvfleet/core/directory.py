@@ -196,7 +196,6 @@ class Directory:
         self._left[node_id] = node.epoch
         if len(self._left) > _EPOCHS_MAX:
             del self._left[next(iter(self._left))]
-        self._rows.sweep()
 
     def locate(self, keys: bytes, shard: int, num_shards: int, exclude: NodeId | None = None) -> list[Run]:
         """Where the blocks of a prefix are, up to the first that nobody has whole.

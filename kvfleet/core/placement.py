@@ -16,16 +16,7 @@ from kvfleet.core.residents import Record, Residents
 from kvfleet.core.saves import Saves
 from kvfleet.core.slabs import SlabMap
 
-__all__ = [
-    "Admission",
-    "Counters",
-    "Evicted",
-    "Grant",
-    "NewBlock",
-    "Placement",
-    "Restored",
-    "Transfer",
-]
+__all__ = ["Admission", "Counters", "Evicted", "Grant", "NewBlock", "Placement", "Restored", "Transfer"]
 
 
 class Placement:

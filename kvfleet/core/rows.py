@@ -45,11 +45,12 @@ class Rows:
         return bit
 
     def retire(self, bit: int) -> None:
-        """Make the rows forget a bit; `locate` does at once."""
+        """Make the rows forget a bit. It is not visible any more at once."""
         assert bit & self._used & ~self._retired & ~SHARED, "bit is in use"
         self.visible &= ~bit
         self._retired |= bit
         self._parts_left = len(self._parts)
+        self.sweep()
 
     def add(self, records: bytes, bit: int) -> tuple[list[bytes], bool]:
         """Give packed records a bit: those that had it not, and whether there was room for all."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvfleet.core.placement import Transfer
 from kvfleet.node.dram import DramTier, Granted, Incoming, Reservation
+from kvfleet.node.waiting import within
 
 __all__ = ["Admitter"]
 
@@ -35,7 +36,7 @@ class Admitter:
         """Wait for the next `freed`, or that long."""
         freed = self._freed
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(freed.wait(), timeout_s)
+            await within(timeout_s, freed.wait())
 
     async def reserve(
         self, blocks: Sequence[Incoming], namespace: int, client_id: int, timeout_s: float, *, patient: bool
@@ -48,7 +49,7 @@ class Admitter:
             client_id: of the writer; 0 for the manager.
             timeout_s: longest wait.
             patient: have room made at the cost of blocks in use, or wait for held ones to be let go. Otherwise only
-                wait for transfers.
+                wait for transfers, the saver's too.
         """
         deadline = time.monotonic() + timeout_s
         granted: list[Granted] = []
@@ -64,9 +65,11 @@ class Admitter:
                 break
             if got.transfers:
                 await self._wait_for_move(got.transfers, remaining)
+            elif self._dram.placement.in_transfer:
+                await self.changed(remaining)
             elif not patient:
                 break
-            elif self._dram.placement.in_transfer or not self._dram.give_way(blocks[left[0]].block.num_bytes):
+            elif not self._dram.give_way(blocks[left[0]].block.num_bytes):
                 await self.changed(remaining)
         granted.sort(key=lambda g: g.index)
         return Reservation(granted, already, left, [])

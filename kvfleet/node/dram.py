@@ -222,12 +222,18 @@ class DramTier:
         if not self._holds[key]:
             del self._holds[key]
 
+    def drop(self, key: BlockKey) -> int:
+        """Remove a block, all shards of it. Returns how many there were."""
+        evicted = self.placement.drop(key)
+        self._gone(evicted)
+        return len(evicted)
+
     def give_way(self, num_bytes: int) -> bool:
         """Drop the block used last among those of a size that nobody holds; of several, the deepest.
 
         For the one case in which eviction finds nothing: loads larger than the arena, taken together. All they have
-        brought are ancestors of the few blocks they hold, which go leaf first only. What was just copied out is then
-        the best to go: it is the tail of what fits, while the head stays.
+        brought are ancestors of the few blocks they hold, and blocks go leaf first. What was just copied out of the
+        deepest is then the best to go.
 
         Returns:
             False if there is no such block.
@@ -242,7 +248,7 @@ class DramTier:
             if fits and BlockKey(record.key) not in self._holds and (victim is None or record.depth > victim.depth):
                 victim = record
         if victim is not None:
-            self._gone(self.placement.drop(BlockKey(victim.key)))
+            self.drop(BlockKey(victim.key))
         return victim is not None
 
     def _gone(self, evicted: Sequence[Evicted]) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
@@ -29,12 +30,17 @@ T = TypeVar("T")
 
 
 async def settle(executor: Executor | None, work: Callable[[], T]) -> T:
-    """Run blocking work in a thread; if we are cancelled meanwhile, still wait until the thread is done with it."""
+    """Run blocking work in a thread; if we are cancelled meanwhile, still wait until the thread is done with it.
+
+    However often: a load is cancelled by its deadline, by its client and by the end of the manager.
+    """
     job = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(job)
     except asyncio.CancelledError:
-        await asyncio.wait({job})
+        while not job.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({job})
         raise
 
 
@@ -92,6 +98,15 @@ class BlockSlots:
             raise DeadlineExceededError("room in the arena", request.timeout_s)
         return got.granted[0] if got.granted else None
 
+    def hold(self, index: int) -> None:
+        """Keep a block that is here."""
+        self.dram.hold(self.keys[index])
+
+    def release(self, index: int) -> None:
+        """End a hold."""
+        self.dram.release(self.keys[index])
+        self._admitter.freed()
+
     def view(self, granted: Granted) -> Bytes:
         """The memory of a granted slot."""
         return self.dram.view(granted.slot, self.request.num_bytes)
@@ -117,11 +132,10 @@ class _Filling:
         self.view = view
         self.hasher = xxhash.xxh3_64()
         self.num_bytes = 0
+        self.checksum = 0
 
     def take(self, part: WindowPart) -> None:
         """Copy a part in and hash it. Without a slot (the block is here already) the part is passed over."""
-        assert part.start == self.num_bytes, "parts come in order, without gaps"
-        self.num_bytes += len(part.data)
         if self.view is None:
             return
         target = self.view[part.start : part.start + len(part.data)]
@@ -149,49 +163,81 @@ async def land(
         CorruptBlockError: the bytes of a block, or their order, are not what the holder announced.
         DeadlineExceededError: no room in time.
     """
-    filling: _Filling | None = None
+    landing = _Landing(slots, first, executor)
     try:
         async for window in windows:
-            steps: list[tuple[_Filling, WindowPart]] = []
+            assert window.parts, "no window is empty"
             for part in window.parts:
-                _check(part, slots, first, filling)
-                if part.start == 0:
-                    granted = await slots.reserve(first + part.index, patient=True)
-                    filling = _Filling(first + part.index, granted, slots.view(granted) if granted else None)
-                assert filling is not None
-                steps.append((filling, part))
-                if part.start + len(part.data) < part.num_bytes:
-                    continue
-                await settle(executor, lambda steps=steps: _take_all(steps))  # type: ignore[misc]
-                steps = []
-                done, filling = filling, None
-                _finish(done, part, slots)
-                yield done.index
-            await settle(executor, lambda steps=steps: _take_all(steps))  # type: ignore[misc]
-            del window, steps, part
+                if part.start == 0 and not await landing.open(part.index, patient=False):
+                    for index in await landing.flush():  # so that the client can let go of these
+                        yield index
+                    await landing.open(part.index, patient=True)
+                landing.add(part)
+            del window, part  # borrowed: given back before the next one is awaited
+            for index in await landing.flush():
+                yield index
     finally:
-        if filling is not None and filling.granted is not None:
-            slots.abort(filling.granted)
+        landing.abort()
+
+
+class _Landing:
+    """Blocks on their way into their slots: one thread hop a window, however many blocks it has."""
+
+    def __init__(self, slots: BlockSlots, first: int, executor: Executor) -> None:
+        self._slots = slots
+        self._first = first
+        self._executor = executor
+        self._open: list[_Filling] = []  # in order; only the last one may lack parts
+        self._steps: list[tuple[_Filling, WindowPart]] = []
+
+    async def open(self, index: int, *, patient: bool) -> bool:
+        """Get block `index` of the windows a slot. False, without patience: no room now."""
+        index += self._first
+        if index >= len(self._slots.keys):
+            raise CorruptBlockError("peer", f"block {index} was not asked for")
+        try:
+            granted = await self._slots.reserve(index, patient=patient)
+        except DeadlineExceededError:
+            if patient:
+                raise
+            return False
+        self._open.append(_Filling(index, granted, self._slots.view(granted) if granted else None))
+        return True
+
+    def add(self, part: WindowPart) -> None:
+        """Take the next part, which `flush` will copy."""
+        filling = self._open[-1] if self._open else None
+        fits = part.num_bytes == self._slots.request.num_bytes and part.start + len(part.data) <= part.num_bytes
+        if filling is None or not fits or (part.index + self._first, part.start) != (filling.index, filling.num_bytes):
+            raise CorruptBlockError("peer", f"part {part.index}+{part.start} of {part.num_bytes} bytes is out of place")
+        filling.num_bytes += len(part.data)
+        filling.checksum = part.checksum
+        self._steps.append((filling, part))
+
+    async def flush(self) -> list[int]:
+        """Copy what was added; verify the blocks that are complete and make them visible. Their indexes."""
+        steps, self._steps = self._steps, []
+        if steps:
+            await settle(self._executor, lambda: _take_all(steps))
+        steps.clear()
+        landed = []
+        while self._open and self._open[0].num_bytes == self._slots.request.num_bytes:
+            filling = self._open[0]
+            if filling.granted is not None and filling.hasher.intdigest() != filling.checksum:
+                raise CorruptBlockError("peer", f"block {self._slots.keys[filling.index].hex()} has another checksum")
+            self._open.pop(0)
+            if filling.granted is not None:
+                self._slots.commit(filling.granted, filling.checksum)
+            landed.append(filling.index)
+        return landed
+
+    def abort(self) -> None:
+        """Give back the slots of blocks that did not get all their parts."""
+        for filling in self._open:
+            if filling.granted is not None:
+                self._slots.abort(filling.granted)
 
 
 def _take_all(steps: list[tuple[_Filling, WindowPart]]) -> None:
     for filling, part in steps:
         filling.take(part)
-
-
-def _check(part: WindowPart, slots: BlockSlots, first: int, filling: _Filling | None) -> None:
-    expected_index = filling.index - first if filling else part.index
-    expected_start = filling.num_bytes if filling else 0
-    fits = part.num_bytes == slots.request.num_bytes and part.start + len(part.data) <= part.num_bytes
-    known = first + part.index < len(slots.keys)
-    if part.index != expected_index or part.start != expected_start or not fits or not known:
-        raise CorruptBlockError("peer", f"part {part.index}+{part.start} of {part.num_bytes} bytes is out of place")
-
-
-def _finish(filling: _Filling, part: WindowPart, slots: BlockSlots) -> None:
-    if filling.granted is None:
-        return
-    if filling.hasher.intdigest() != part.checksum:
-        slots.abort(filling.granted)
-        raise CorruptBlockError("peer", f"block {slots.keys[filling.index].hex()} has another checksum")
-    slots.commit(filling.granted, part.checksum)

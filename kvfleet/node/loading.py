@@ -22,13 +22,15 @@ from kvfleet.core.block import KEY_BYTES, BlockKey
 from kvfleet.core.directory import NodeId, Run
 from kvfleet.errors import CorruptBlockError, DeadlineExceededError, TierError
 from kvfleet.node.admission import Admitter
-from kvfleet.node.dram import DramTier, Granted, record_id
-from kvfleet.node.landing import BlockSlots, land, settle
+from kvfleet.node.dram import DramTier, Granted
+from kvfleet.node.landing import BlockSlots, land
 from kvfleet.node.messages import FetchRequest, LoadProgress, LoadRequest, Miss, Outcome, Source
-from kvfleet.node.namespaces import Namespaces, layout_of
+from kvfleet.node.namespaces import Namespaces
 from kvfleet.node.publishing import Publisher
 from kvfleet.node.shared import SharedTier
+from kvfleet.node.sharedreads import Read, SharedReads
 from kvfleet.node.transport import Transport
+from kvfleet.node.waiting import within
 
 __all__ = ["Loader"]
 
@@ -36,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 Flight = asyncio.Future[Source | None]
 """A block on its way; resolves to where it came from, None if it did not come."""
-Read = asyncio.Task[Miss | None]
-"""A read of the shared tier, ended by the block in the arena, visible and held, or the reason of a miss."""
 
 
 class Loader:
@@ -60,30 +60,13 @@ class Loader:
         self.namespaces = namespaces
         self.admitter = admitter
         self.transport = transport
-        self.shared = shared
         self.publisher = publisher
         self.config = config
         self.executor = executor
         self.flights: dict[tuple[BlockKey, int], Flight] = {}
-        self.shared_reads = asyncio.Semaphore(config.load_inflight_max)
+        self.shared_reads = None if shared is None else SharedReads(shared, dram, publisher, executor, config)
         self.blocks: Counter[Outcome] = Counter()
         self.num_bytes: Counter[Source] = Counter()
-        self._adopted: set[asyncio.Task[None]] = set()
-
-    def adopt(self, key: BlockKey, read: Read) -> None:
-        """Let a read end without its load."""
-        task = asyncio.create_task(self._see_off(key, read))
-        self._adopted.add(task)
-        task.add_done_callback(self._adopted.discard)
-
-    async def _see_off(self, key: BlockKey, read: Read) -> None:
-        if await read is None:
-            self.dram.release(key)
-            self.admitter.freed()
-
-    async def settle(self) -> None:
-        """Wait for the reads that no load waits for."""
-        await asyncio.gather(*self._adopted, return_exceptions=True)
 
     async def load(self, request: LoadRequest) -> AsyncGenerator[LoadProgress, None]:
         """Bring the blocks of a request; yields outcomes in order until all came or one missed."""
@@ -141,7 +124,7 @@ class _Load:
         while len(self._outcomes) == sent:
             self._arrived.clear()
             try:
-                await asyncio.wait_for(self._arrived.wait(), self._slots.left_s)
+                await within(self._slots.left_s, self._arrived.wait())
             except asyncio.TimeoutError:
                 return (Miss.DEADLINE,)
         return tuple(self._outcomes[sent:])
@@ -181,7 +164,7 @@ class _Load:
         return True
 
     async def _bring(self, index: int) -> Miss | None:
-        """Bring block `index`, and those after it that come by the same way; None if at least that one came."""
+        """Bring block `index`, and those after it that come by the same way; why one did not, or None."""
         while not self._arrive_here(Source.DRAM):
             flight = self._flight(index)
             if flight is not None:
@@ -219,13 +202,12 @@ class _Load:
         assert not self._loader.flights.keys() & flights.keys(), "a block is brought once at a time"
         self._loader.flights.update(flights)
         try:
-            miss = await self._from_any(run)
+            return await self._from_any(run)
         finally:
             for record, flight in flights.items():
                 if not flight.done():
                     del self._loader.flights[record]
                     flight.set_result(None)
-        return None if len(self._outcomes) > run.start else miss
 
     async def _from_any(self, run: Run) -> Miss | None:
         """Try the sources of a run one after the other; why the last blocks did not come, or None if all did."""
@@ -240,8 +222,8 @@ class _Load:
             if got in {Miss.UNREACHABLE, Miss.CORRUPT}:
                 self._failed.add(node)
             miss = got or miss
-        if self._loader.shared is not None and miss is not Miss.DEADLINE:
-            got = await self._attempt(self._from_shared(self._loader.shared, run.stop))
+        if self._loader.shared_reads is not None and miss is not Miss.DEADLINE:
+            got = await self._attempt(self._from_shared(self._loader.shared_reads, run.stop))
             if got is None or got is not Miss.ABSENT or miss is Miss.ABSENT:
                 return got
         return miss
@@ -290,16 +272,16 @@ class _Load:
                     return Miss.EVICTED
         return None
 
-    async def _from_shared(self, shared: SharedTier, stop: int) -> Miss | None:
+    async def _from_shared(self, shared: SharedReads, stop: int) -> Miss | None:
         """Bring blocks from the next one up to `stop` from the shared tier, several at once, in order."""
-        reads: deque[tuple[BlockKey, Read]] = deque()
+        reads: deque[tuple[int, Read]] = deque()
         index = len(self._outcomes)
         try:
             while len(self._outcomes) < stop:
                 if index < stop and len(reads) < self._loader.config.load_inflight_max:
                     granted = await self._slot_for_read(index, patient=not reads)
                     if granted is not None:
-                        reads.append((self._keys[index], asyncio.create_task(self._read(shared, index, granted))))
+                        reads.append((index, shared.start(self._slots, index, granted)))
                         index += 1
                         continue
                 if not reads:  # another has it, or writes it
@@ -307,18 +289,17 @@ class _Load:
                         return Miss.EVICTED
                     index += 1
                     continue
-                key, read = reads[0]
-                miss = await asyncio.shield(read)
-                reads.popleft()
+                miss = await asyncio.shield(reads[0][1])
+                held, _ = reads.popleft()
                 if miss is not None:
                     return miss
                 landed = await self._landed(Source.SHARED, saved=True)
-                self._dram.release(key)
+                self._slots.release(held)
                 assert landed, "the read held it"
         finally:
             # Reads under way go on by themselves: their threads still write to their slots.
-            for key, read in reads:
-                self._loader.adopt(key, read)
+            for abandoned, read in reads:
+                shared.adopt(self._slots, abandoned, read)
         return None
 
     async def _slot_for_read(self, index: int, *, patient: bool) -> Granted | None:
@@ -328,34 +309,3 @@ class _Load:
             if patient:
                 raise
             return None
-
-    async def _read(self, shared: SharedTier, index: int, granted: Granted) -> Miss | None:
-        """Read one object into its slot, make it visible and hold it."""
-        request, key, record = self._request, self._keys[index], record_id(self._keys[index], self._request.shard)
-        view, num_shards = self._slots.view(granted), layout_of(request.namespace).num_shards
-        checksum: int | None = None
-        try:
-            async with self._loader.shared_reads:
-                checksum = await settle(
-                    self._loader.executor,
-                    lambda: shared.read(
-                        request.namespace, num_shards, key, request.shard, view, timeout_s=self._slots.left_s
-                    ),
-                )
-            if checksum is None:
-                self._loader.publisher.shared(record, present=False)
-                return Miss.ABSENT
-        except CorruptBlockError as error:
-            _log.warning("%s", error)
-            self._loader.publisher.shared(record, present=False)
-            return Miss.CORRUPT
-        except TierError as error:
-            _log.info("%s", error)
-            return Miss.UNREACHABLE
-        finally:
-            if checksum is None:
-                self._slots.abort(granted)
-        if not self._slots.commit(granted, checksum):
-            return Miss.NO_ROOM
-        self._dram.hold(key)
-        return None

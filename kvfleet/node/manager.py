@@ -192,11 +192,9 @@ class _Node:
         self.publisher = Publisher(
             home.node_id, home.epoch, link, config, holdings=self.dram, on_list_shared=self._list_shared
         )
-        self.saver = Saver(
-            self.dram, self._namespaces, self.shared, self.publisher, link, config,
-            on_moved=lambda: self._admitter.freed(),
-        )  # fmt: skip
+        self.saver = Saver(self.dram, self._namespaces, self.shared, self.publisher, link, config)
         self._admitter = Admitter(self.dram, self.saver.move)
+        self.saver.on_moved = self._admitter.freed
         self.loader = Loader(
             home.node_id, self.dram, self._namespaces, self._admitter, make_transport(ByteBudget(half)),
             self.shared, self.publisher, config, self._threads,
@@ -370,7 +368,8 @@ class _Node:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.loader.settle()
+        if self.loader.shared_reads is not None:
+            await self.loader.shared_reads.end()
         await self._admitter.settle()
         await asyncio.to_thread(self._threads.shutdown)
         if self.shared is not None:

@@ -15,6 +15,7 @@ from typing import Protocol
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId, split_records
 from kvfleet.errors import KvFleetError, StaleEpochError
+from kvfleet.node.waiting import within
 
 __all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publisher"]
 
@@ -91,6 +92,7 @@ class Publisher:
         self._unacked: Delta | None = None
         self._known = False
         self._wake = asyncio.Event()
+        self._urgent = asyncio.Event()  # somebody waits for the directory
         self._waiters: list[asyncio.Future[None]] = []
         self.resyncs = 0
 
@@ -116,6 +118,7 @@ class Publisher:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         self._wake.set()
+        self._urgent.set()
         await asyncio.wait({waiter}, timeout=timeout_s)
         if waiter.done():
             return True
@@ -126,12 +129,12 @@ class Publisher:
         """Send changes as they come and a heartbeat when there are none. Runs until cancelled."""
         while True:
             try:
-                await asyncio.wait_for(self._wake.wait(), self._config.heartbeat_s)
-                if not self._waiters:
-                    await asyncio.sleep(self._config.delta_interval_s)
+                await within(self._config.heartbeat_s, self._wake.wait())
+                await within(self._config.delta_interval_s, self._urgent.wait())
             except asyncio.TimeoutError:
                 pass
             self._wake.clear()
+            self._urgent.clear()
             try:
                 await self._send()
             except KvFleetError as error:

@@ -22,6 +22,7 @@ from kvfleet.node.landing import settle
 from kvfleet.node.namespaces import Namespaces, layout_of
 from kvfleet.node.publishing import CALL_TIMEOUT_S, DirectoryLink, Publisher
 from kvfleet.node.shared import SharedTier
+from kvfleet.node.waiting import within
 
 __all__ = ["Saver"]
 
@@ -37,10 +38,8 @@ class Saver:
 
     Threads: the manager's event loop; writes run in threads.
 
-    Args:
-        on_moved: called at the end of each transfer: its block may be evictable now.
-
     Attributes:
+        on_moved: called at the end of each transfer: its block may be evictable now.
         problem: why the shared tier's last answer was an error, or "".
         works: set once the shared tier was tried out successfully.
     """
@@ -53,22 +52,22 @@ class Saver:
         publisher: Publisher,
         link: DirectoryLink,
         config: FleetConfig,
-        *,
-        on_moved: Callable[[], None],
     ) -> None:
         self._dram = dram
         self._namespaces = namespaces
         self._shared = shared
         self._publisher = publisher
         self._link = link
-        self._on_moved = on_moved
         # What is in transfer cannot be evicted: only a part of the arena is at a time.
         self._batch_bytes = min(_BATCH_BYTES, dram.arena.capacity_bytes // _BATCH_PART)
         self._moved = asyncio.Event()
         self._places = asyncio.Semaphore(config.save_inflight_max)
         self._wake = asyncio.Event()
+        self._heartbeat_s = config.heartbeat_s
+        self.on_moved: Callable[[], None] = lambda: None
         self.problem = ""
         self.works = asyncio.Event()
+        self._tried = asyncio.Event()
         self.saved_blocks = 0
         self.failures = 0
 
@@ -85,14 +84,16 @@ class Saver:
         while True:
             transfers = self._dram.placement.next_saves(self._batch_bytes)
             if not transfers:
-                await self._wake.wait()
+                # Blocks that loads brought say nothing: look for them now and then.
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await within(self._heartbeat_s, self._wake.wait())
                 self._wake.clear()
                 continue
             failures = self.failures
             known = await self._known(transfers)
             for transfer in transfers:
                 if record_id(transfer.key, transfer.shard) in known:
-                    self._dram.placement.complete(transfer, ok=True)
+                    self._complete(transfer, ok=True)
             await self.move([t for t in transfers if record_id(t.key, t.shard) not in known])
             pause_s = min(_PAUSE_MAX_S, max(_PAUSE_S, 2 * pause_s)) if self.failures > failures else 0.0
             await asyncio.sleep(pause_s)
@@ -108,8 +109,10 @@ class Saver:
             except TierError as error:
                 self.problem = str(error)
                 _log.warning("the shared tier does not work, next try in %.0f s: %s", pause_s, error)
+                self._tried.set()
                 await asyncio.sleep(pause_s)
                 pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
+        self._tried.set()
 
     async def _known(self, transfers: Sequence[Transfer]) -> set[bytes]:
         """Records that another node, or an earlier life of this one, has saved already, as the directory knows."""
@@ -126,12 +129,16 @@ class Saver:
     async def _move_one(self, transfer: Transfer) -> None:
         ok = False
         try:
+            await self._tried.wait()  # before that its directory may not have been made
             async with self._places:
                 ok = await self._write(transfer)
         finally:
-            self._dram.placement.complete(transfer, ok=ok)
-            self._moved.set()
-            self._on_moved()
+            self._complete(transfer, ok=ok)
+
+    def _complete(self, transfer: Transfer, *, ok: bool) -> None:
+        self._dram.placement.complete(transfer, ok=ok)
+        self._moved.set()
+        self.on_moved()
 
     async def _write(self, transfer: Transfer) -> bool:
         assert self._shared is not None, "no transfers without a tier below"
@@ -153,12 +160,13 @@ class Saver:
         return True
 
     async def drain(self, timeout_s: float) -> int:
-        """Save what is unsaved, for at most `timeout_s`. Returns how many blocks are left unsaved."""
+        """Save what is unsaved and tell the directory, for at most `timeout_s`. Returns how many blocks are left."""
         if self._shared is None:
             return 0
         deadline = time.monotonic() + timeout_s
         while self._dram.placement.num_unsaved and (left := deadline - time.monotonic()) > 0:
             self._moved.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._moved.wait(), left)
+                await within(left, self._moved.wait())
+        await self._publisher.flush(max(0.0, deadline - time.monotonic()))
         return self._dram.placement.num_unsaved

@@ -13,6 +13,7 @@ from kvfleet.core.directory import NodeId
 from kvfleet.errors import ConfigError, KvFleetError, TierUnavailableError
 from kvfleet.node.arena import ARENA_FILE, Arena
 from kvfleet.node.arenadir import LOCK_FILE, FileLock, NodeFile, directory_for, make_directory, reap
+from kvfleet.node.arenafile import Geometry
 from kvfleet.node.memory import default_capacity
 
 __all__ = ["NodeHome", "NodePlace", "open_home", "remove_home"]
@@ -77,6 +78,7 @@ def open_home(config: FleetConfig, place: NodePlace) -> NodeHome:
     try:
         return _open_locked(config, place, directory, lock)
     except KvFleetError:
+        shutil.rmtree(directory)
         lock.release()
         raise
 
@@ -85,6 +87,7 @@ def _open_locked(config: FleetConfig, place: NodePlace, directory: Path, lock: F
     if NodeFile.read(directory) is not None:
         try:
             arena = Arena.attach(directory / ARENA_FILE)
+            _check_size(config, arena)
             return NodeHome(NodeId(place.ray_node_id), _next_epoch(directory), directory, lock, arena, warm=True)
         except TierUnavailableError as error:
             _log.warning("starting with an empty arena: %s", error)
@@ -96,6 +99,13 @@ def _open_locked(config: FleetConfig, place: NodePlace, directory: Path, lock: F
     arena = Arena.create(directory, capacity)
     NodeFile.here(config.name, place.ray_node_id, place.raylet_pid).write(directory)
     return NodeHome(NodeId(place.ray_node_id), _next_epoch(directory), directory, lock, arena, warm=False)
+
+
+def _check_size(config: FleetConfig, arena: Arena) -> None:
+    """A fleet that could not be stopped in order may have left an arena of another size than is wanted now."""
+    if config.dram_bytes is not None and arena.capacity_bytes != Geometry.plan(config.dram_bytes).capacity_bytes:
+        arena.close()
+        raise TierUnavailableError("dram", f"{arena.path} has another size than it should")
 
 
 def remove_home(home: NodeHome) -> None:

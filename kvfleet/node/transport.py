@@ -19,6 +19,7 @@ from typing_extensions import override
 from kvfleet.core.directory import NodeId
 from kvfleet.errors import DeadlineExceededError, TierUnavailableError
 from kvfleet.node.messages import FetchRequest, Window
+from kvfleet.node.waiting import within
 from kvfleet.node.windows import ByteBudget, stream_share
 
 __all__ = ["ObjectStoreTransport", "Transport"]
@@ -123,7 +124,7 @@ class _Patience:
         """The awaitable's result; Ray's errors and lost time as our own."""
         seconds = min(self._holder_timeout_s, self.remaining_s)
         try:
-            return await asyncio.wait_for(awaitable, seconds)
+            return await within(seconds, awaitable)
         except (RayError, ValueError) as error:  # ValueError: Ray knows no such actor
             raise TierUnavailableError("peer", f"node {self._node}: {type(error).__name__}") from error
         except asyncio.TimeoutError as error:
@@ -142,8 +143,8 @@ async def _read_ahead(stream: ray.ObjectRefGenerator, patience: _Patience) -> As
             del window
     finally:
         pull.cancel()
-        await asyncio.gather(pull, return_exceptions=True)  # an error of a window nobody waits for
         ray.cancel(stream)
+        await asyncio.gather(pull, return_exceptions=True)  # an error of a window nobody waits for
 
 
 async def _next_window(stream: ray.ObjectRefGenerator) -> Window | None:

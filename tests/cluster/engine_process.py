@@ -5,6 +5,7 @@ Every byte an engine stores follows from the block's key, and every byte it load
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from kvfleet import BlockLayout, ModelSpec, PrefixHit
 from kvfleet.actors import directory_namespace
 from kvfleet.core.block import KEY_BYTES
 from kvfleet.hits import ClientStats, StoreResult
+from kvfleet.node.manager import NodeStatus
 from kvfleet.node.messages import Outcome, Source
 from kvfleet.storing import StoreTask
 
@@ -36,6 +38,14 @@ MODEL = ModelSpec(
 )
 
 
+_seeds = itertools.count(1)
+
+
+def new_seed() -> int:
+    """Of a prompt that nobody has stored yet."""
+    return next(_seeds)
+
+
 def prompt(seed: int, num_blocks: int) -> npt.NDArray[np.uint32]:
     """Token ids of `num_blocks` whole blocks and a little more. Prompts of other seeds share no prefix."""
     ids = np.arange(num_blocks * BLOCK_TOKENS + 3, dtype=np.uint32)
@@ -46,7 +56,8 @@ def prompt(seed: int, num_blocks: int) -> npt.NDArray[np.uint32]:
 def content(key: bytes) -> npt.NDArray[np.uint8]:
     """The bytes of a block, no two words of any blocks alike."""
     words = np.arange(BLOCK_BYTES // 8, dtype=np.uint64) + np.frombuffer(key, np.uint64)[0]
-    return words.view(np.uint8)
+    block: npt.NDArray[np.uint8] = words.view(np.uint8)
+    return block
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,8 @@ class Engine:
         self.fleet = kvfleet.connect(fleet)
         self.client = self.fleet.client(MODEL)
         self.client.attach()
-        self.handled = 0
-        self.stop_before: int | None = None
+        self.paused = False
+        self.pause_before: int | None = None
         self.go_on = threading.Event()
         self.task: StoreTask | None = None
 
@@ -93,36 +104,37 @@ class Engine:
         return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
 
     def _pass(self, index: int) -> None:
-        """Stop before a block if told so."""
-        if index == self.stop_before:
+        """Pause before a block if told so."""
+        if index == self.pause_before:
+            self.paused = True
             assert self.go_on.wait(60.0)
-        self.handled += 1
+            self.paused = False
 
     # stores
 
-    def begin_store(self, seed: int, num_blocks: int, stop_before: int | None = None) -> None:
-        """Start a store; it stops before writing a block until `resume`."""
+    def begin_store(self, seed: int, num_blocks: int, start_block: int = 0, pause_before: int | None = None) -> None:
+        """Start a store of blocks from `start_block` on; it pauses before writing a block until `resume`."""
         keys = self._keys(seed, num_blocks)
-        self.handled, self.stop_before = 0, stop_before
+        self.pause_before = pause_before
         self.go_on.clear()
 
         def put(index: int, view: npt.NDArray[np.uint8]) -> None:
             self._pass(index)
             view[:] = content(keys[index])
 
-        self.task = self.client.store(prompt(seed, num_blocks), put)
+        self.task = self.client.store(prompt(seed, num_blocks), put, start_block=start_block)
 
     def end_store(self, timeout_s: float = 60.0) -> StoreResult:
         assert self.task is not None
         return self.task.wait(timeout_s)
 
-    def store(self, seed: int, num_blocks: int) -> StoreResult:
-        self.begin_store(seed, num_blocks)
+    def store(self, seed: int, num_blocks: int, start_block: int = 0) -> StoreResult:
+        self.begin_store(seed, num_blocks, start_block)
         return self.end_store()
 
-    def num_handled(self) -> int:
-        """Blocks that the store or load under way has taken up."""
-        return self.handled
+    def is_paused(self) -> bool:
+        """Whether the store or load under way waits for `resume`."""
+        return self.paused
 
     def resume(self) -> None:
         self.go_on.set()
@@ -133,17 +145,17 @@ class Engine:
         return self.client.lookup(prompt(seed, num_blocks))
 
     def load(
-        self, seed: int, num_blocks: int, timeout_s: float | None = None, stop_before: int | None = None
+        self, seed: int, num_blocks: int, timeout_s: float | None = None, pause_before: int | None = None
     ) -> Answer:
-        """Look up and load; stops before taking a block until `resume`."""
-        return self.load_hit(seed, self.lookup(seed, num_blocks), timeout_s, stop_before)
+        """Look up and load; pauses before taking a block until `resume`."""
+        return self.load_hit(seed, self.lookup(seed, num_blocks), timeout_s, pause_before)
 
     def load_hit(
-        self, seed: int, hit: PrefixHit, timeout_s: float | None = None, stop_before: int | None = None
+        self, seed: int, hit: PrefixHit, timeout_s: float | None = None, pause_before: int | None = None
     ) -> Answer:
         keys = self._keys(seed, hit.asked_blocks)
         right: list[bool] = []
-        self.handled, self.stop_before = 0, stop_before
+        self.pause_before = pause_before
         self.go_on.clear()
 
         def take(index: int, view: npt.NDArray[np.uint8]) -> None:
@@ -163,13 +175,17 @@ class RemoteEngine:
     """An `Engine` in a process of its own on a given node; its methods wait for the answer."""
 
     def __init__(self, fleet: str, node: str) -> None:
-        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"num_cpus": 0, "scheduling_strategy": strategy, "max_concurrency": 4}
-        self.actor: Any = ray.remote(Engine).options(**options).remote(fleet)
-        self.process: int = ray.get(self.actor.pid.remote(), timeout=60)
+        self._actor: Any = ray.remote(Engine).options(max_concurrency=4, **on(node)).remote(fleet)
+        self.process: int = ray.get(self.begin("pid"), timeout=60)
+
+    def wait_until_paused(self) -> None:
+        """Wait until the store or load under way waits for `resume`."""
+        from tests.conftest import wait_for  # not in engine processes: it sets up the environment of a test run
+
+        wait_for(lambda: bool(ray.get(self.begin("is_paused"), timeout=60)), "the engine is in the middle of its work")
 
     def begin(self, method: str, *arguments: object, **options: object) -> ray.ObjectRef[Any]:
-        reference: ray.ObjectRef[Any] = getattr(self.actor, method).remote(*arguments, **options)
+        reference: ray.ObjectRef[Any] = getattr(self._actor, method).remote(*arguments, **options)
         return reference
 
     def store(self, seed: int, num_blocks: int) -> StoreResult:
@@ -188,15 +204,16 @@ class RemoteEngine:
         stats: ClientStats = ray.get(self.begin("stats"), timeout=60)
         return stats
 
-    def num_handled(self) -> int:
-        number: int = ray.get(self.begin("num_handled"), timeout=60)
-        return number
-
     def kill(self) -> None:
-        ray.kill(self.actor)
+        ray.kill(self._actor)
 
 
 # what Ray knows
+
+
+def on(node: str) -> dict[str, Any]:
+    """Options of what is to run on a node."""
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def here() -> str:
@@ -206,7 +223,8 @@ def here() -> str:
 
 def elsewhere() -> str:
     """A live node that this process is not on."""
-    return next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here())
+    node: str = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here())
+    return node
 
 
 def fleet_actors(fleet: str) -> dict[str, int]:
@@ -227,17 +245,21 @@ def directory_process(fleet: str) -> int:
     return fleet_actors(fleet)["directory"]
 
 
-def running(processes: Iterable[int]) -> list[int]:
-    """Those processes that have not ended."""
-    alive = []
+def have_ended(processes: Iterable[int]) -> bool:
+    """Whether none of the processes runs any more."""
     for process in processes:
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if state != "Z":
-            alive.append(process)
-    return alive
+            return False
+    return True
+
+
+def node_status(fleet: kvfleet.Fleet, node: str) -> NodeStatus | None:
+    """Of one node's manager, None if it does not answer."""
+    return next((status for status in fleet.status().nodes if status.node_id == node), None)
 
 
 def spilled_bytes() -> int:

@@ -41,4 +41,5 @@ def test_lookup(fleet):
 
 def test_peer(fleet):
     rows = peer.rows(fleet, peer.choose_pair(), block_tokens=8, num_blocks=3, repeats=1)
-    assert [(row.name, row.moved_bytes) for row in rows] == [(n, 3 * MIB) for n in ("object store", "TCP", "load")]
+    names = ("object store", "TCP", "fetch", "load")
+    assert [(row.name, row.moved_bytes) for row in rows] == [(name, 3 * MIB) for name in names]

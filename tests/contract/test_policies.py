@@ -41,6 +41,14 @@ class TestLeafFirstLRU(PolicyContract):
         lru.remove(block_key(1))
         assert lru.victims(2, everything) == [C, B]
 
+    def test_orphans_are_adopted_when_their_parent_comes(self, lru: LeafFirstLRU) -> None:
+        above, parent, child = block_key(1), block_key(2), block_key(3)
+        lru.insert(child, parent, 10.0)
+        lru.insert(parent, above, 11.0)
+        assert lru.victims(2, everything) == [child, parent]
+        lru.insert(above, None, 12.0)
+        assert lru.victims(4, everything) == [C, B, D, E]
+
     def test_equal_times_go_by_key(self) -> None:
         lru = LeafFirstLRU()
         for key in (C, A, B):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvfleet import copying
-from kvfleet.core.block import split
+from kvfleet.core.block import TokenIds, split
 from kvfleet.core.layout import ModelSpec
 from kvfleet.hits import HitRun, Loaded, PrefixHit, StoreResult
 from kvfleet.node.messages import Miss, Outcome, Source
@@ -25,7 +25,7 @@ class MemoryClient:
         self.blocks: dict[bytes, np.ndarray] = {}
         self.fail_from: int | None = None
 
-    def lookup(self, token_ids: object) -> PrefixHit:
+    def lookup(self, token_ids: TokenIds) -> PrefixHit:
         keys = self.spec.keys(token_ids)
         asked = split(keys)
         held = next((i for i, key in enumerate(asked) if key not in self.blocks), len(asked))

@@ -25,7 +25,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-FULL_ATTENTION = {
+FULL_ATTENTION: dict[str, dict[str, object]] = {
     "Llama": {},
     "Mistral": {"sliding_window": None},
     "Qwen2": {},
@@ -34,7 +34,7 @@ FULL_ATTENTION = {
     "Phi": {},
     "Falcon": {},
 }
-OTHER_STATE = {
+OTHER_STATE: dict[str, dict[str, object]] = {
     "Mistral": {"sliding_window": 32},
     "Gemma2": {"head_dim": 16},
     "Gemma3": {"head_dim": 16},
@@ -118,6 +118,7 @@ def test_smollm2_answers_the_same_from_the_cache(smollm2, question):
     with tokens_seen(model) as cold_seen:
         cold = kv.generate(question, max_new_tokens=12, do_sample=False)
     assert sum(cold_seen[: num_blocks + 1]) == question.shape[1]
+    assert kv.last is not None
     assert kv.last.reused_tokens == 0
     assert kv.last.wait(10).stored == num_blocks
 
@@ -125,6 +126,7 @@ def test_smollm2_answers_the_same_from_the_cache(smollm2, question):
         warm = kv.generate(question, max_new_tokens=12, do_sample=False)
     assert warm_seen[0] == question.shape[1] - num_blocks * 256
     assert set(warm_seen[1:]) == {1}
+    assert kv.last is not None
     assert kv.last.reused_tokens == num_blocks * 256
     assert kv.last.blocks_by_source == {Source.DRAM: num_blocks}
     assert kv.last.loaded.bytes_by_source == {Source.DRAM: num_blocks * spec.layout.block_bytes}
@@ -150,8 +152,8 @@ def test_full_attention_models_give_the_same_logits(name, dtype):
     reused = kv.prefill(prompt)
     assert reused.reused_tokens == 5 * BLOCK
     assert torch.equal(after(model, prompt, reused.cache), expected)
-    settings = {"max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(kv.generate(prompt, **settings), connect(model).generate(prompt, **settings))
+    warm = kv.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(warm, connect(model).generate(prompt, max_new_tokens=6, do_sample=False))
 
 
 @pytest.mark.parametrize("name", OTHER_STATE)

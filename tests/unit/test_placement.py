@@ -473,6 +473,17 @@ def test_a_run_is_demoted_before_it_is_given_up() -> None:
     assert (gone(admission), len(admission.grants)) == ([1], 2)
 
 
+def test_a_chain_over_several_runs_is_demoted_no_further_than_needed() -> None:
+    node = Node(36, lower_tier=True)
+    node.store([1, 2, 3], num_bytes=BIG)
+    admission = node.ask([101, 102, 103], num_bytes=HALF)
+    assert (wanted(admission), gone(admission)) == ([3, 2], [])
+    for transfer in admission.transfers:
+        node.placement.complete(transfer, ok=True)
+    admission = node.store([101, 102, 103], num_bytes=HALF)
+    assert (gone(admission), len(admission.grants)) == ([3, 2], 3)
+
+
 def test_a_block_larger_than_the_arena_is_refused_and_evicts_nothing() -> None:
     node = Node(4)
     node.store([1, 2, 3, 4])

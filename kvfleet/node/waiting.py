@@ -1,0 +1,30 @@
+"""Waiting with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+__all__ = ["within"]
+
+T = TypeVar("T")
+
+
+async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
+    """The result of `awaitable`, which is cancelled if it does not come in time.
+
+    Unlike `asyncio.wait_for` before Python 3.12 it never takes a result for a reason to forget that its caller is
+    being cancelled: a task that is told to end does end.
+
+    Raises:
+        asyncio.TimeoutError: not within `timeout_s`.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        task.cancel()

@@ -1,0 +1,128 @@
+"""The ways between the parts of a `tests.rig.Rig`, in place of Ray's: calls of clients and managers, and windows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any
+
+from typing_extensions import override
+
+from kvfleet.attachment import DirectoryPort, ManagerPort
+from kvfleet.core.directory import NodeId
+from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, TierError, TierUnavailableError
+from kvfleet.node.messages import CommitRequest, FetchRequest, LoadProgress, LoadRequest, ReserveRequest, Window
+from kvfleet.node.transport import Transport
+from kvfleet.node.waiting import within
+
+GRACE_S = 0.25  # as in kvfleet.actors
+
+
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its end, however often we are cancelled meanwhile."""
+    while not task.done():
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({task})
+
+
+class RigManagerPort(ManagerPort):
+    def __init__(self, rig: Any, number: int) -> None:
+        self._rig = rig
+        self._number = number
+
+    def _call(self, name: str, timeout_s: float, *args: object) -> Any:
+        return self._rig.ask(self._rig.at_manager(self._number, name, *args), name, timeout_s + GRACE_S)
+
+    @override
+    def attach(self, timeout_s: float) -> Any:
+        return self._call("attach", timeout_s)
+
+    @override
+    def reserve(self, request: ReserveRequest, timeout_s: float) -> Any:
+        return self._call("reserve", timeout_s, request)
+
+    @override
+    def commit(self, request: CommitRequest, timeout_s: float) -> Any:
+        return self._call("commit", timeout_s, request)
+
+    @override
+    def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:
+        deadline = time.monotonic() + request.timeout_s + GRACE_S
+        stream = self._rig.stream(self._number, "load", "step", request)
+
+        async def step() -> Any:
+            return await anext(stream, None)
+
+        async def end() -> None:
+            with suppress(RuntimeError):  # the last step was abandoned just now, which ends the stream as well
+                await stream.aclose()
+
+        try:
+            while (progress := self._rig.ask(step(), "load", max(0.0, deadline - time.monotonic()))) is not None:
+                yield progress
+        finally:
+            asyncio.run_coroutine_threadsafe(end(), self._rig.loop)
+
+
+class RigDirectoryPort(DirectoryPort):
+    def __init__(self, rig: Any) -> None:
+        self._rig = rig
+
+    @override
+    def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Any:
+        try:
+            return self._rig.ask(self._rig.at_directory("locate", keys, shard, num_shards), "locate", timeout_s)
+        except DeadlineExceededError as error:
+            raise DirectoryUnavailableError("locate") from error
+
+
+class RigLink:
+    """A manager's calls to the directory."""
+
+    def __init__(self, rig: Any) -> None:
+        self._rig = rig
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(argument: object, timeout_s: float) -> Any:
+            try:
+                return await within(timeout_s, self._rig.at_directory(name, argument))
+            except asyncio.TimeoutError as error:
+                raise DirectoryUnavailableError(name) from error
+
+        return call
+
+
+class Loopback(Transport):
+    """Windows straight from the holder's generator, copied as Ray would."""
+
+    def __init__(self, rig: Any) -> None:
+        self._rig = rig
+
+    @override
+    async def fetch(self, node: NodeId, request: FetchRequest, total_bytes: int) -> AsyncGenerator[Window, None]:
+        deadline = time.monotonic() + request.timeout_s
+        windows = self._rig.stream(int(node, 16), "fetch", "window", request)
+        async with aclosing(windows):
+            while (window := await self._next(windows, deadline)) is not None:
+                yield Window(tuple(replace(part, data=part.data.copy()) for part in window.parts))
+
+    async def _next(self, windows: AsyncGenerator[Window, None], deadline: float) -> Window | None:
+        left = max(0.0, deadline - time.monotonic())
+        task = asyncio.ensure_future(anext(windows, None))
+        try:
+            await asyncio.wait({task}, timeout=min(left, self._rig.config.holder_timeout_s))
+            if task.done():
+                return task.result()
+        except TierError:
+            raise
+        except Exception as error:
+            raise TierUnavailableError("peer", repr(error)) from error
+        finally:
+            await ended(task)
+        if left < self._rig.config.holder_timeout_s:
+            raise DeadlineExceededError("fetch", left)
+        raise TierUnavailableError("peer", "nothing came")
