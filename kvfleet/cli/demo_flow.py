@@ -147,7 +147,7 @@ class Demo:
                 fleet.wait_for_shared(_LISTING_TIMEOUT_S)
             rows.append(self._ask(cluster, plan, 0, "restarted", "again, after the restart"))
             self._stop(fleet, stack)
-        self._screen.conclude(self._question, rows)
+        self._screen.conclude(self._question, len(plan.prompt), rows)
         return rows
 
     def _check_model(self) -> None:

@@ -90,10 +90,10 @@ class Screen:
         result = f": {escape(step.result)}" if step.result else ""
         self.say(f"[green]✓[/green] {title}{result} [dim]({time.monotonic() - started:.1f} s)[/dim]")
 
-    def conclude(self, question: str, rows: Sequence[Row]) -> None:
+    def conclude(self, question: str, prompt_tokens: int, rows: Sequence[Row]) -> None:
         """The table, the answer and the time it all took."""
         reference = rows[0].answer
-        self._console.print(_table(rows))
+        self._console.print(_table(prompt_tokens, rows))
         self._console.print(Panel(escape(reference.text or "(nothing)"), title=escape(question), title_align="left"))
         if same_everywhere(rows):
             self.say("All runs gave the same answer, and the same logits for each of its tokens, bit for bit.")
@@ -116,14 +116,13 @@ def sources(answer: Answer) -> str:
     return ", ".join(_SOURCES[source] for source in answer.bytes_by_source)
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(prompt_tokens: int, rows: Sequence[Row]) -> Table:
     reference = rows[0].answer
-    prompt = reference.reused_tokens + reference.computed_tokens
     table = Table(
         "", "Node", Column("Tokens\nreused", justify="right"), Column("Bytes\nmoved", justify="right"), "From",
         Column("TTFT", justify="right"), Column("Speed-\nup", justify="right"), "Same\nanswer",
         box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
-        caption=f"prompt: {prompt:,} tokens", caption_justify="left",
+        caption=f"prompt: {prompt_tokens:,} tokens", caption_justify="left",
     )  # fmt: skip
     for row in rows:
         answer = row.answer
