@@ -12,6 +12,7 @@ from ray._private import worker
 from ray.exceptions import RayError
 
 from kvfleet import actors
+from kvfleet.calls import DirectoryCalls, ManagerCalls, running_config
 from kvfleet.client import Client
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import NodeId
@@ -58,8 +59,8 @@ class Fleet:
             model: which model's KV, and its layout.
             shard: tensor-parallel rank, below the layout's `num_shards`.
         """
-        calls = actors.ManagerCalls(self.config, _here())
-        client = Client(model, calls, actors.DirectoryCalls(self.config.name), self.config, shard=shard)
+        calls = ManagerCalls(self.config, _here())
+        client = Client(model, calls, DirectoryCalls(self.config.name), self.config, shard=shard)
         self._clients.append(client)
         return client
 
@@ -216,11 +217,11 @@ def start(config: FleetConfig | None = None, *, address: str | None = None) -> F
     joins = actors.find_directory(config.name) is not None
     actors.directory_actor(config, _here())
     try:
-        if actors.running_config(config.name, config.attach_timeout_s) != config:
+        if running_config(config.name, config.attach_timeout_s) != config:
             joins = True  # if not before, then another process was faster just now
             problem = f"a fleet {config.name!r} runs with other settings: connect to it, or stop it first"
             raise ConfigError("name", problem)
-        attachment = actors.ManagerCalls(config, _here()).attach(config.attach_timeout_s)
+        attachment = ManagerCalls(config, _here()).attach(config.attach_timeout_s)
         if attachment.problem:
             raise ConfigError("fleet", attachment.problem)
     except KvFleetError:
@@ -243,4 +244,4 @@ def connect(name: str = "default", *, address: str | None = None) -> Fleet:
         ConnectionError: there is no Ray at `address`.
     """
     _join_ray(address or "auto")
-    return Fleet(actors.running_config(name, _CALL_TIMEOUT_S), owns_ray=False)
+    return Fleet(running_config(name, _CALL_TIMEOUT_S), owns_ray=False)

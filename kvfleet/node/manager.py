@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfleet.config import MIB, FleetConfig
-from kvfleet.core.block import BlockKey, split
-from kvfleet.core.placement import NewBlock
-from kvfleet.errors import DirectoryUnavailableError, KvFleetError, TierUnavailableError
+from kvfleet.errors import KvFleetError, TierUnavailableError
 from kvfleet.node.admission import Admitter
-from kvfleet.node.arenadir import CLIENTS_DIR, FileLock, NodeFile
-from kvfleet.node.dram import DramTier, Incoming
+from kvfleet.node.arenadir import CLIENTS_DIR, NodeFile
+from kvfleet.node.dram import DramTier
+from kvfleet.node.listing import list_shared
 from kvfleet.node.loading import Loader
 from kvfleet.node.messages import (
     Attachment,
@@ -36,19 +35,19 @@ from kvfleet.node.messages import (
     Window,
 )
 from kvfleet.node.namespaces import Namespaces
-from kvfleet.node.publishing import CALL_TIMEOUT_S, DirectoryLink, Publisher
+from kvfleet.node.publishing import DirectoryLink, Publisher
 from kvfleet.node.saving import Saver
 from kvfleet.node.serving import Server
 from kvfleet.node.shared import SharedTier
 from kvfleet.node.startup import NodeHome, NodePlace, open_home, remove_home
 from kvfleet.node.transport import Transport
 from kvfleet.node.windows import ByteBudget
+from kvfleet.node.writers import Writers
 
 __all__ = ["NodeStatus", "TierManager"]
 
 _log = logging.getLogger(__name__)
-_CLIENT_FILE_AGE_S = 60.0
-_PAUSE_MAX_S = 30.0
+_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +109,31 @@ class TierManager:
     ) -> None:
         self._config = config
         self._place = place
+        self._link = link
+        self._make_transport = make_transport
         self._problem = ""
+        self._retry_at = 0.0
         self._node: _Node | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Get an arena, or note why there is none; what is wrong may be mended while we run."""
+        self._retry_at = time.monotonic() + _RETRY_S
+        home = None
         try:
-            self._node = _Node(config, place, open_home(config, place), link, make_transport)
+            home = open_home(self._config, self._place)
+            self._node = _Node(self._config, self._place, home, self._link, self._make_transport)
         except KvFleetError as error:
             self._problem = str(error)
         except Exception as error:  # noqa: BLE001  an actor whose constructor fails on a restart is dead for good
             _log.exception("no arena on this node")
             self._problem = f"unexpected: {error!r}"
+        else:
+            return
+        if home is not None and home.warm:
+            home.lock.release()
+        elif home is not None:
+            remove_home(home)
 
     def _parts(self) -> _Node:
         if self._node is None:
@@ -127,6 +142,8 @@ class TierManager:
 
     async def attach(self) -> Attachment:
         """What a client needs to use this node."""
+        if self._node is None and time.monotonic() >= self._retry_at:
+            self._open()
         if self._node is None:
             return Attachment("", 0, "", b"", "", self._problem)
         home = self._node.home
@@ -136,11 +153,11 @@ class TierManager:
 
     async def reserve(self, request: ReserveRequest) -> ReserveReply:
         """Slots for blocks a client wants to store."""
-        return await self._parts().reserve(request)
+        return await self._parts().writers.reserve(request)
 
     async def commit(self, request: CommitRequest) -> CommitReply:
         """Make written slots visible, here and in the directory."""
-        return await self._parts().commit(request)
+        return await self._parts().writers.commit(request)
 
     async def load(self, request: LoadRequest) -> AsyncGenerator[LoadProgress, None]:
         """Bring blocks into the arena."""
@@ -168,6 +185,7 @@ class TierManager:
         """Stop the background work and remove the arena. Clients that have it mapped can still read it."""
         if self._node is not None:
             node, self._node = self._node, None
+            self._retry_at = float("inf")
             self._problem = "the node's manager was shut down"
             await node.shutdown()
 
@@ -200,8 +218,8 @@ class _Node:
             self.shared, self.publisher, config, self._threads,
         )  # fmt: skip
         self.server = Server(self.dram, self._admitter, ByteBudget(half), config)
+        self.writers = Writers(self.dram, self._namespaces, self._admitter, self.saver, self.publisher)
         self._link = link
-        self._sequences: dict[int, int] = {}
         self._listing: asyncio.Task[None] | None = None
         self._stop_populating = threading.Event()
         self._tasks = [
@@ -223,118 +241,20 @@ class _Node:
     async def _populate(self) -> None:
         await asyncio.to_thread(self.home.arena.populate, self._stop_populating)
 
-    # stores
-
-    async def reserve(self, request: ReserveRequest) -> ReserveReply:
-        """See `ReserveRequest`. A request that is not the client's newest gets nothing."""
-        client, sequence = request.client_id, request.sequence
-        if sequence <= self._sequences.get(client, 0):
-            raise TierUnavailableError("dram", f"request {sequence} of client {client:x} came late")
-        self._sequences[client] = sequence
-        if self.dram.abort_all(client):
-            self._admitter.freed()
-        keys = split(request.keys)
-        parents = [BlockKey(request.parent) if request.parent else None, *keys[:-1]]
-        blocks = [
-            Incoming(NewBlock(key, request.shard, parent, request.num_bytes), request.depth + i)
-            for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
-        ]
-        namespace = self._namespaces.index(request.namespace)
-        got = await self._admitter.reserve(blocks, namespace, client, request.timeout_s, patient=False)
-        self.publisher.wake()
-        if self._sequences[client] != sequence:
-            for granted in got.granted:
-                self.dram.abort(granted.slot, granted.generation)
-            raise TierUnavailableError("dram", f"request {sequence} of client {client:x} was overtaken")
-        return ReserveReply(
-            self.home.arena.arena_id,
-            tuple(g.index for g in got.granted),
-            tuple(g.slot for g in got.granted),
-            tuple(g.generation for g in got.granted),
-            tuple(g.offset for g in got.granted),
-            len(got.already),
-            len(got.refused),
-        )
-
-    async def commit(self, request: CommitRequest) -> CommitReply:
-        """See `CommitRequest`."""
-        if request.arena_id != self.home.arena.arena_id:
-            return CommitReply(0, published=False)
-        if not request.checksums:
-            self._give_back(request)
-            return CommitReply(0, published=True)
-        slots = zip(request.slots, request.generations, request.checksums, strict=True)
-        committed = sum(self.dram.commit(*slot) for slot in slots)
-        self.saver.wake()
-        self._admitter.freed()
-        self.publisher.wake()
-        published = await self.publisher.flush(min(request.timeout_s, CALL_TIMEOUT_S))
-        return CommitReply(committed, published)
-
-    def _give_back(self, request: CommitRequest) -> None:
-        """Free all that a client has reserved, also by a reserve still under way; unless it has a newer one."""
-        if request.sequence >= self._sequences.get(request.client_id, 0):
-            self._sequences[request.client_id] = request.sequence
-            self.dram.abort_all(request.client_id)
-            self._admitter.freed()
-
-    # upkeep
-
     async def _tend(self) -> None:
-        """Every heartbeat: take back slots of dead writers, drop their lock files, show that we live."""
-        clients = self.home.directory / CLIENTS_DIR
+        """Every heartbeat: look after dead writers, show that we live."""
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
             NodeFile.touch(self.home.directory)
-            for client_id in self.dram.writers:
-                if not FileLock.held(clients / f"{client_id:016x}"):
-                    _log.info("writer %x is gone: %d slots back", client_id, self.dram.abort_all(client_id))
-                    self._admitter.freed()
-            self._forget_clients(self.dram.writers)
-
-    def _forget_clients(self, busy: frozenset[int]) -> None:
-        old = time.time() - _CLIENT_FILE_AGE_S
-        for path in (self.home.directory / CLIENTS_DIR).iterdir():
-            client_id = int(path.name, 16)
-            if client_id in busy or path.stat().st_mtime >= old:
-                continue
-            lock = FileLock(path)
-            if lock.acquire(0.0):  # held until the file is gone: no client can take a lock that is none
-                path.unlink()
-                lock.release()
-                self._sequences.pop(client_id, None)
-
-    # the shared tier's contents
+            self.writers.tend(self.home.directory / CLIENTS_DIR)
 
     def _list_shared(self) -> None:
         if self.shared is not None and (self._listing is None or self._listing.done()):
             self._listing = asyncio.create_task(self._list(self.shared))
 
     async def _list(self, shared: SharedTier) -> None:
-        """Tell the directory what the shared tier holds; again after a pause, until it was done once."""
         await self.saver.works.wait()
-        pause_s = self.config.heartbeat_s
-        while True:
-            try:
-                await self._list_once(shared)
-            except KvFleetError as error:
-                _log.warning("shared tier not listed, next try in %.0f s: %s", pause_s, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
-            else:
-                return
-
-    async def _list_once(self, shared: SharedTier) -> None:
-        started, count = time.monotonic(), 0
-        pages = shared.list(self.config.listing_records_max)
-        while (page := await asyncio.to_thread(next, pages, None)) is not None:
-            count += self.publisher.shared_page(page)
-            if not await self.publisher.flush(self.config.shared_timeout_s):
-                raise DirectoryUnavailableError("it was told of a part only")
-        await self._link.listed(self.home.node_id, self.config.shared_timeout_s)
-        _log.info("shared tier: %d blocks listed in %.1f s", count, time.monotonic() - started)
-
-    # status
+        await list_shared(self.home.node_id, shared, self.publisher, self._link, self.config)
 
     def status(self) -> NodeStatus:
         """See `NodeStatus`."""

@@ -62,7 +62,7 @@ def test_a_lost_node(fresh_cluster, arena_root, make_fleet, engine_here, engine_
         wait_for(partial(has_directory, name), "the directory is up on this node", 60.0)
     plain, saving = engines["plain"], engines["saving"]
     wait_for(lambda: plain.lookup(1, 8).fault is None, "the directory answers", 60.0)
-    assert plain.lookup(1, 8).num_blocks == 0
+    wait_for(lambda: plain.lookup(1, 8).num_blocks == 0, "nobody is said to hold them", 60.0)
     assert saving.fleet.wait_for_shared(60.0)
     answer = saving.load(1, 8)
     assert (answer.num_blocks, answer.wrong, answer.sources) == (8, (), {Source.SHARED: 8})

@@ -38,6 +38,7 @@ CORE_MAY_IMPORT = {
 
 MAY_IMPORT_RAY = {
     "kvfleet.actors",
+    "kvfleet.calls",
     "kvfleet.fleet",
     "kvfleet.node.transport",
     # These two start raylets on this machine and place work on each.

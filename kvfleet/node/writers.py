@@ -1,0 +1,111 @@
+"""The clients that store blocks on a node: their reservations, their commits, and their deaths."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from kvfleet.core.block import BlockKey, split
+from kvfleet.core.placement import NewBlock
+from kvfleet.errors import TierUnavailableError
+from kvfleet.node.admission import Admitter
+from kvfleet.node.arenadir import FileLock
+from kvfleet.node.dram import DramTier, Incoming
+from kvfleet.node.messages import CommitReply, CommitRequest, ReserveReply, ReserveRequest
+from kvfleet.node.namespaces import Namespaces
+from kvfleet.node.publishing import CALL_TIMEOUT_S, Publisher
+from kvfleet.node.saving import Saver
+
+__all__ = ["Writers"]
+
+_log = logging.getLogger(__name__)
+_FILE_AGE_S = 60.0  # a client may need that long between making its lock file and its first request
+
+
+class Writers:
+    """Stores of one node's clients. Threads: the manager's event loop."""
+
+    def __init__(
+        self, dram: DramTier, namespaces: Namespaces, admitter: Admitter, saver: Saver, publisher: Publisher
+    ) -> None:
+        self._dram = dram
+        self._namespaces = namespaces
+        self._admitter = admitter
+        self._saver = saver
+        self._publisher = publisher
+        self._sequences: dict[int, int] = {}
+
+    async def reserve(self, request: ReserveRequest) -> ReserveReply:
+        """See `ReserveRequest`.
+
+        Raises:
+            TierUnavailableError: the request is not the client's newest: nothing is reserved for it.
+        """
+        client, sequence = request.client_id, request.sequence
+        if sequence <= self._sequences.get(client, 0):
+            raise TierUnavailableError("dram", f"request {sequence} of client {client:x} came late")
+        self._sequences[client] = sequence
+        if self._dram.abort_all(client):
+            self._admitter.freed()
+        keys = split(request.keys)
+        parents = [BlockKey(request.parent) if request.parent else None, *keys[:-1]]
+        blocks = [
+            Incoming(NewBlock(key, request.shard, parent, request.num_bytes), request.depth + i)
+            for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
+        ]
+        namespace = self._namespaces.index(request.namespace)
+        got = await self._admitter.reserve(blocks, namespace, client, request.timeout_s, patient=False)
+        self._publisher.wake()
+        if self._sequences[client] != sequence:
+            for granted in got.granted:
+                self._dram.abort(granted.slot, granted.generation)
+            raise TierUnavailableError("dram", f"request {sequence} of client {client:x} was overtaken")
+        return ReserveReply(
+            self._dram.arena.arena_id,
+            tuple(g.index for g in got.granted),
+            tuple(g.slot for g in got.granted),
+            tuple(g.generation for g in got.granted),
+            tuple(g.offset for g in got.granted),
+            len(got.already),
+            len(got.refused),
+        )
+
+    async def commit(self, request: CommitRequest) -> CommitReply:
+        """See `CommitRequest`."""
+        if request.arena_id != self._dram.arena.arena_id:
+            return CommitReply(0, published=False)
+        if not request.checksums:
+            self._give_back(request)
+            return CommitReply(0, published=True)
+        slots = zip(request.slots, request.generations, request.checksums, strict=True)
+        committed = sum(self._dram.commit(*slot) for slot in slots)
+        self._saver.wake()
+        self._admitter.freed()
+        self._publisher.wake()
+        published = await self._publisher.flush(min(request.timeout_s, CALL_TIMEOUT_S))
+        return CommitReply(committed, published)
+
+    def _give_back(self, request: CommitRequest) -> None:
+        """Free all that a client has reserved, also by a reserve still under way; unless it has a newer one."""
+        if request.sequence >= self._sequences.get(request.client_id, 0):
+            self._sequences[request.client_id] = request.sequence
+            self._dram.abort_all(request.client_id)
+            self._admitter.freed()
+
+    def tend(self, lock_files: Path) -> None:
+        """Take back slots of dead clients, and remove the lock files of those that are gone."""
+        for client_id in self._dram.writers:
+            if not FileLock.held(lock_files / f"{client_id:016x}"):
+                _log.info("writer %x is gone: %d slots back", client_id, self._dram.abort_all(client_id))
+                self._admitter.freed()
+        busy, old = self._dram.writers, time.time() - _FILE_AGE_S
+        for path in lock_files.iterdir():
+            client_id = int(path.name, 16)
+            if client_id in busy or path.stat().st_mtime >= old:
+                continue
+            lock = FileLock(path)
+            if lock.acquire(0.0):  # held until the file is gone: no client can take a lock that is none
+                path.unlink()
+                lock.release()
+                self._sequences.pop(client_id, None)
