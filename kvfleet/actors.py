@@ -13,16 +13,13 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
 from kvfleet.config import FleetConfig
-from kvfleet.core.directory import Applied, Delta, InventoryPage, NodeId
-from kvfleet.errors import (
-    DirectoryUnavailableError,
-    KvFleetError,
-)
+from kvfleet.core.directory import Applied, Delta, InventoryPage, NodeId, Run
+from kvfleet.errors import DirectoryUnavailableError, KvFleetError
 from kvfleet.node.directory import DirectoryService
 from kvfleet.node.manager import TierManager
 from kvfleet.node.publishing import DeltaReply, DirectoryLink
@@ -46,8 +43,6 @@ __all__ = [
 T = TypeVar("T")
 _DIRECTORY = "directory"
 _CONCURRENCY = 256  # calls at once in an actor, streams included; more wait their turn
-_RESOLVE_TIMEOUT_S = 5.0
-_GRACE_S = 0.25  # what a call may take beyond the deadline it carries, for its answer to arrive
 
 
 def directory_namespace(fleet: str) -> str:
@@ -163,31 +158,38 @@ class _DirectoryLink(DirectoryLink):
 
     @override
     async def apply(self, delta: Delta, timeout_s: float) -> DeltaReply:
-        return await self._call("apply", delta, timeout_s)  # type: ignore[no-any-return]
+        return await self._call("apply", timeout_s, delta)  # type: ignore[no-any-return]
 
     @override
     async def inventory(self, page: InventoryPage, timeout_s: float) -> Applied:
-        return await self._call("inventory", page, timeout_s)  # type: ignore[no-any-return]
+        return await self._call("inventory", timeout_s, page)  # type: ignore[no-any-return]
 
     @override
     async def shared_among(self, records: bytes, timeout_s: float) -> bytes:
-        return await self._call("shared_among", records, timeout_s)  # type: ignore[no-any-return]
+        return await self._call("shared_among", timeout_s, records)  # type: ignore[no-any-return]
 
     @override
     async def listed(self, node: NodeId, timeout_s: float) -> None:
-        await self._call("listed", node, timeout_s)
+        await self._call("listed", timeout_s, node)
 
-    async def _call(self, name: str, argument: object, timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
+    @override
+    async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+        return await self._call("locate", timeout_s, keys, shard, num_shards)  # type: ignore[no-any-return]
+
+    async def _call(self, name: str, timeout_s: float, *args: object) -> Any:  # noqa: ANN401  what the method returns
         try:
-            if self._handle is None:
-                resolve = asyncio.to_thread(get_directory, self._fleet)
-                self._handle = await within(_RESOLVE_TIMEOUT_S, resolve)
-            return await within(timeout_s, getattr(self._handle, name).remote(argument))
+            return await within(timeout_s, self._ask(name, *args))
         except KvFleetError:
             raise
         except (RayError, ValueError, asyncio.TimeoutError) as error:
-            self._handle = None
+            if isinstance(error, ActorDiedError):  # else it may only be late, or starting again
+                self._handle = None
             raise DirectoryUnavailableError(f"{name}: {first_line(error)}") from error
+
+    async def _ask(self, name: str, *args: object) -> Any:  # noqa: ANN401  what the method returns
+        if self._handle is None:
+            self._handle = await asyncio.to_thread(get_directory, self._fleet)
+        return await getattr(self._handle, name).remote(*args)
 
 
 def first_line(error: BaseException) -> str:

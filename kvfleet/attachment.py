@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvfleet.core.directory import Run
-from kvfleet.errors import ConfigError, KvFleetError, TierUnavailableError
+from kvfleet.errors import ConfigError, DeadlineExceededError, KvFleetError, TierUnavailableError
 from kvfleet.node.arena import Arena
 from kvfleet.node.arenadir import FileLock
 from kvfleet.node.messages import (
@@ -58,14 +58,6 @@ class DirectoryPort(Protocol):
         """See `Directory.locate`."""
 
 
-def _inode(arena: Arena) -> int | None:
-    """Which file is at an arena's path; None if there is none, as after a shutdown."""
-    try:
-        return arena.path.stat().st_ino
-    except FileNotFoundError:
-        return None
-
-
 def _touch(arena: Arena, stop: threading.Event) -> None:
     """Map all pages of the arena now: first use of a page costs five times its copy."""
     try:
@@ -85,7 +77,7 @@ class AttachedNode:
         self._manager = manager
         self._lock = threading.Lock()
         self._arena: Arena | None = None
-        self._inode: int | None = None
+        self._doubted = False
         self._retry_at = 0.0
         self._closing = threading.Event()
         self._pid = os.getpid()
@@ -93,47 +85,76 @@ class AttachedNode:
         self._client_lock: FileLock | None = None
 
     @property
+    def forked(self) -> bool:
+        """Whether this is a forked child: the mapping, the lock and the threads are its parent's."""
+        return os.getpid() != self._pid
+
+    @property
     def arena(self) -> Arena | None:
         """The mapped arena, or None before the first successful `attach`, and in a forked child."""
-        return self._arena if os.getpid() == self._pid else None
+        return None if self.forked else self._arena
+
+    @property
+    def stale(self) -> bool:
+        """Whether there is something to attach: nothing is mapped yet, or another arena has taken its place."""
+        arena = self.arena
+        return arena is None or self._replaced(arena)
+
+    def doubt(self) -> None:
+        """Blocks that were brought are not in our arena. If its file is gone too, the node may have one elsewhere."""
+        self._doubted = True
+
+    def _replaced(self, arena: Arena) -> bool:
+        try:
+            return arena.path.stat().st_ino != arena.inode
+        except FileNotFoundError:  # as after a shutdown: what is mapped can still be read
+            return self._doubted
 
     def attach(self, timeout_s: float, *, again: bool = False) -> Arena:
         """Map the node's arena, unless it is mapped already.
 
         Args:
-            timeout_s: longest wait for the manager.
+            timeout_s: longest wait for the manager, or for another thread that waits for it.
             again: ask the manager even if an arena is mapped: it may be another one by now.
 
         Raises:
             ConfigError: the node has no arena, and why.
             KvFleetError: the manager did not answer, or did not a moment ago.
         """
-        if os.getpid() != self._pid:  # the lock that keeps our slots is the parent's
+        if self.forked:
             raise TierUnavailableError("dram", "this client was made before a fork: make one in the child")
-        with self._lock:
-            if self._closing.is_set():
-                raise TierUnavailableError("dram", "this client is closed")
+        deadline = time.monotonic() + timeout_s
+        self._take_turn(timeout_s)
+        try:
+            self._check_open()
             if self._arena is not None and not again and not self._replaced(self._arena):
                 return self._arena
             if time.monotonic() < self._retry_at:
                 raise TierUnavailableError("dram", "the node's manager did not answer a moment ago")
+            self._doubted = False
             try:
-                attachment = self._manager.attach(timeout_s)
+                attachment = self._manager.attach(max(0.0, deadline - time.monotonic()))
+                self._check_open()
                 if attachment.problem:
                     raise ConfigError("dram_bytes", attachment.problem)
                 return self._map(attachment)
             except KvFleetError:
                 self._retry_at = time.monotonic() + _RETRY_S
                 raise
+        finally:
+            self._lock.release()
 
-    @property
-    def stale(self) -> bool:
-        """Whether there is something to attach: nothing is mapped yet, or another arena has taken its place."""
-        return self.arena is None or self._replaced(self.arena)
+    def _take_turn(self, timeout_s: float) -> None:
+        """Wait while another thread attaches, unless one waited for that in vain a moment ago."""
+        left = 0.0 if time.monotonic() < self._retry_at else max(0.0, timeout_s)
+        if not self._lock.acquire(timeout=left):
+            self._retry_at = time.monotonic() + _RETRY_S
+            raise DeadlineExceededError("attach", timeout_s)
 
-    def _replaced(self, arena: Arena) -> bool:
-        found = _inode(arena)
-        return found is not None and found != self._inode
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            self._let_go()
+            raise TierUnavailableError("dram", "this client is closed")
 
     def _map(self, attachment: Attachment) -> Arena:
         if self._arena is not None and self._arena.arena_id == attachment.arena_id:
@@ -144,17 +165,24 @@ class AttachedNode:
             self._client_lock.release()  # it may be the same file; nothing is reserved in the new arena yet
         if not lock.acquire():
             raise TierUnavailableError("dram", "this client's lock file is held by another process")
-        self._arena, self._client_lock, self._inode = arena, lock, _inode(arena)
+        self._arena, self._client_lock, self._retry_at = arena, lock, 0.0
         threading.Thread(target=_touch, args=(arena, self._closing), name="kvfleet-touch", daemon=True).start()
         return arena
 
-    def close(self) -> None:
-        """Let go of the arena, for good. Reserved slots go back to the node."""
-        with self._lock:
-            self._closing.set()
-            if self._client_lock is not None:
-                self._client_lock.release()
-                self._client_lock = None
-            if self._arena is not None:
-                self._arena.close()
-                self._arena = None
+    def close(self, timeout_s: float = _RETRY_S) -> None:
+        """Let go of the arena, for good. Reserved slots go back to the node.
+
+        An attach under way that takes longer than `timeout_s` does it when it ends.
+        """
+        self._closing.set()
+        if self._lock.acquire(timeout=timeout_s):
+            self._let_go()
+            self._lock.release()
+
+    def _let_go(self) -> None:
+        if self._client_lock is not None:
+            self._client_lock.release()
+            self._client_lock = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None

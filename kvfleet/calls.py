@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, RayError
 from typing_extensions import override
 
 from kvfleet.actors import find_directory, find_manager, first_line, get_directory, manager_actor
@@ -25,10 +26,14 @@ from kvfleet.node.messages import (
     ReserveReply,
     ReserveRequest,
 )
+from kvfleet.node.threads import TimedThreads
 
 __all__ = ["DirectoryCalls", "ManagerCalls", "running_config"]
 
 _GRACE_S = 0.25  # what a call may take beyond the deadline it carries, for its answer to arrive
+_FINDING = TimedThreads(
+    4, "kvfleet-find"
+)  # while Ray's control plane is away, the search for an actor has no end of its own
 
 
 def running_config(fleet: str, timeout_s: float) -> FleetConfig:
@@ -38,6 +43,13 @@ def running_config(fleet: str, timeout_s: float) -> FleetConfig:
         ConfigError: there is no such fleet.
         DirectoryUnavailableError: its directory does not answer in time.
     """
+    try:
+        return _FINDING.run(lambda: _read_config(fleet, timeout_s), timeout_s)
+    except TimeoutError as error:
+        raise DirectoryUnavailableError("not found in time") from error
+
+
+def _read_config(fleet: str, timeout_s: float) -> FleetConfig:
     directory = find_directory(fleet)
     if directory is None:
         raise ConfigError("name", f"no fleet {fleet!r} is running here; `kvfleet up` starts one")
@@ -48,13 +60,42 @@ def running_config(fleet: str, timeout_s: float) -> FleetConfig:
     return config
 
 
+class _Actor:
+    """An actor, searched for when it is first called, and again only when it is known to have died for good.
+
+    Args:
+        find: finds or starts it, within about so many seconds or never.
+    """
+
+    def __init__(self, find: Callable[[float], ActorHandle[Any]]) -> None:
+        self._find = find
+        self._handle: ActorHandle[Any] | None = None
+
+    def handle(self, timeout_s: float) -> ActorHandle[Any]:
+        """The actor. TimeoutError: not found in time, but maybe for the next call."""
+        return self._handle or _FINDING.run(lambda: self._found(timeout_s), timeout_s)
+
+    def _found(self, timeout_s: float) -> ActorHandle[Any]:
+        self._handle = self._find(timeout_s)
+        return self._handle
+
+    def failed(self, error: Exception) -> None:
+        """A call failed. An actor that is late, restarting or out of reach keeps its handle."""
+        if isinstance(error, ActorDiedError):
+            self._handle = None
+
+
 class ManagerCalls(ManagerPort):
     """A client's calls to the manager of its node, which it starts if need be, as long as the fleet runs."""
 
     def __init__(self, config: FleetConfig, node: str) -> None:
         self._config = config
         self._node = node
-        self._handle: ActorHandle[Any] | None = None
+        self._manager = _Actor(self._find)
+
+    def _find(self, timeout_s: float) -> ActorHandle[Any]:
+        fleet = self._config.name
+        return find_manager(fleet, NodeId(self._node)) or manager_actor(_read_config(fleet, timeout_s), self._node)
 
     @override
     def attach(self, timeout_s: float) -> Attachment:
@@ -73,44 +114,39 @@ class ManagerCalls(ManagerPort):
         deadline = time.monotonic() + request.timeout_s + _GRACE_S
         stream = None
         try:
-            method = self._manager(request.timeout_s).load.options(
-                num_returns="streaming", _generator_backpressure_num_objects=1
-            )
-            stream = method.remote(request)
-            while True:
-                ready, _ = ray.wait([stream], timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
-                if not ready:
-                    raise DeadlineExceededError("load", request.timeout_s)
-                ref = next(stream, None)
-                if ref is None:
-                    stream = None
-                    return
-                yield ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-        except GetTimeoutError as error:
-            raise DeadlineExceededError("load", request.timeout_s) from error
-        except (RayError, ValueError) as error:
-            self._handle = None
-            raise TierUnavailableError("dram", f"load: {first_line(error)}") from error
+            with self._errors("load", request.timeout_s):
+                method = self._manager.handle(request.timeout_s).load.options(
+                    num_returns="streaming", _generator_backpressure_num_objects=1
+                )
+                stream = method.remote(request)
+                while True:
+                    ready, _ = ray.wait([stream], timeout=_left(deadline), fetch_local=False)
+                    if not ready:
+                        raise TimeoutError
+                    ref = next(stream, None)
+                    if ref is None:
+                        stream = None
+                        return
+                    yield ray.get(ref, timeout=_left(deadline))
         finally:
             if stream is not None:
                 ray.cancel(stream)
 
-    def _manager(self, timeout_s: float) -> ActorHandle[Any]:
-        if self._handle is None:
-            self._handle = find_manager(self._config.name, NodeId(self._node)) or manager_actor(
-                running_config(self._config.name, timeout_s), self._node
-            )
-        return self._handle
-
     def _call(self, name: str, args: tuple[object, ...], timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
         deadline = time.monotonic() + timeout_s + _GRACE_S
+        with self._errors(name, timeout_s):
+            answer = getattr(self._manager.handle(timeout_s), name).remote(*args)
+            return ray.get(answer, timeout=_left(deadline))
+
+    @contextmanager
+    def _errors(self, name: str, timeout_s: float) -> Iterator[None]:
+        """Ray's errors in a call, as ours."""
         try:
-            answer = getattr(self._manager(timeout_s), name).remote(*args)
-            return ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
-        except GetTimeoutError as error:
+            yield
+        except TimeoutError as error:  # Ray's GetTimeoutError is one
             raise DeadlineExceededError(name, timeout_s) from error
         except (RayError, ValueError) as error:
-            self._handle = None
+            self._manager.failed(error)
             raise TierUnavailableError("dram", f"{name}: {first_line(error)}") from error
 
 
@@ -118,16 +154,19 @@ class DirectoryCalls(DirectoryPort):
     """A client's calls to the directory."""
 
     def __init__(self, fleet: str) -> None:
-        self._fleet = fleet
-        self._handle: ActorHandle[Any] | None = None
+        self._directory = _Actor(lambda _: get_directory(fleet))
 
     @override
     def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+        deadline = time.monotonic() + timeout_s
         try:
-            if self._handle is None:
-                self._handle = get_directory(self._fleet)
-            runs: list[Run] = ray.get(self._handle.locate.remote(keys, shard, num_shards), timeout=timeout_s)
-        except (RayError, ValueError) as error:
-            self._handle = None
+            answer = self._directory.handle(timeout_s).locate.remote(keys, shard, num_shards)
+            runs: list[Run] = ray.get(answer, timeout=_left(deadline))
+        except (RayError, ValueError, TimeoutError) as error:
+            self._directory.failed(error)
             raise DirectoryUnavailableError(first_line(error)) from error
         return runs
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

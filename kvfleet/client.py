@@ -30,6 +30,7 @@ from kvfleet.storing import StoreJob, StoreTask, StoreWorker
 __all__ = ["Client", "PutBlock", "TakeBlock"]
 
 _log = logging.getLogger(__name__)
+_LOG_INTERVAL_S = 30.0
 
 Array: TypeAlias = npt.NDArray[Any]
 TakeBlock: TypeAlias = Callable[[int, Array], None]
@@ -63,6 +64,7 @@ class Client:
         self._worker = StoreWorker(self._node, manager, config, spec.layout, self._namespace, shard)
         self._stats = self._worker.stats
         self._word = np.dtype(f"u{spec.layout.itemsize}")
+        self._warn_at = 0.0
 
     def attach(self, timeout_s: float | None = None) -> None:
         """Map the node's arena now instead of at the first use.
@@ -76,8 +78,9 @@ class Client:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish queued stores within `timeout_s`, then let go of the node."""
+        deadline = time.monotonic() + timeout_s
         if self._worker.close(timeout_s):
-            self._node.close()
+            self._node.close(max(0.0, deadline - time.monotonic()))
 
     def stats(self) -> ClientStats:
         """Totals since this client was made."""
@@ -102,7 +105,7 @@ class Client:
     def lookup_keys(self, keys: bytes) -> PrefixHit:
         """Like `lookup`, for an engine that has the packed keys of its blocks already."""
         total = len(keys) // KEY_BYTES
-        arena, fault = self._arena()
+        arena, fault = self._arena(self._config.lookup_timeout_s)
         local = self._local_blocks(arena, keys, total)
         head = total if local.all() else int(local.argmin())
         runs: list[Run] = []
@@ -121,15 +124,22 @@ class Client:
         self._stats.looked_up(hit)
         return hit
 
-    def _arena(self) -> tuple[Arena | None, Miss | None]:
-        """The node's arena, attached if it can be within a lookup's time."""
+    def _arena(self, timeout_s: float) -> tuple[Arena | None, Miss | None]:
+        """The node's arena, attached if it can be within `timeout_s`."""
         if self._node.stale:
             try:
-                self.attach(self._config.lookup_timeout_s)
+                self.attach(timeout_s)
             except KvFleetError as error:
-                _log.warning("this node's arena cannot be used: %s", error)
+                self._warn("this node's arena cannot be used: %s", error)
                 return None, Miss.MANAGER_UNAVAILABLE
         return self._node.arena, None
+
+    def _warn(self, text: str, error: KvFleetError) -> None:
+        """Log what is wrong with this node, once in a while: an engine asks hundreds of times a second."""
+        now = time.monotonic()
+        if now >= self._warn_at:
+            self._warn_at = now + _LOG_INTERVAL_S
+            _log.warning(text, error)
 
     def _local_blocks(self, arena: Arena | None, keys: bytes, total: int) -> npt.NDArray[np.bool_]:
         """Which blocks are whole in this node's arena: all shards of them."""
@@ -160,10 +170,11 @@ class Client:
             LayoutMismatchError: `into` has another shape or dtype. Nothing was written.
         """
         take = self._take(into, hit.num_blocks)
-        deadline = time.monotonic() + (self._config.load_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._config.load_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
         outcomes: list[Outcome] = []
         if hit.num_blocks:
-            arena, fault = self._arena()
+            arena, fault = self._arena(min(timeout_s, self._config.lookup_timeout_s))
             outcomes = [fault] if fault is not None else []
             if arena is not None:
                 reading = Reading(arena, hit, self.shard, take, deadline)
@@ -171,20 +182,15 @@ class Client:
                 if not reading.complete:
                     self._stats.called("load")
                     reading.rest(self._manager, self._namespace, self.spec.layout.block_bytes)
+                if reading.error is not None:
+                    self._warn("load stopped short: %s", reading.error)
                 outcomes = reading.outcomes
-                if outcomes[-1] is Miss.EVICTED:
-                    self._follow_arena()
+                if Miss.EVICTED in outcomes[-1:]:
+                    self._node.doubt()
         outcomes += [Miss.BEHIND_MISS] * (hit.num_blocks - len(outcomes))
         loaded = Loaded.of(outcomes, self.spec.layout)
         self._stats.loaded(loaded)
         return loaded
-
-    def _follow_arena(self) -> None:
-        """Attach the arena that the node has now: blocks that came were not in ours, maybe it was replaced."""
-        try:
-            self._node.attach(self._config.lookup_timeout_s, again=True)
-        except KvFleetError as error:
-            _log.debug("whether the arena was replaced is not known: %s", error)
 
     def _take(self, into: object, num_blocks: int) -> Callable[[int, Bytes], None]:
         layout = self.spec.layout
@@ -214,7 +220,7 @@ class Client:
             extra: as in `lookup`.
 
         Returns:
-            A task; `task.wait()` returns when the blocks can be found by the whole fleet.
+            A task; `task.wait()` returns when the blocks it wrote can be found by the whole fleet.
 
         Raises:
             LayoutMismatchError: `kv` has another shape or dtype than the client's model.

@@ -57,8 +57,8 @@ class FleetConfig:
         holder_timeout_s: longest wait for the next window from one holder before another source is tried.
         shared_timeout_s: longest wait for one read or write of a shared object.
         store_queue_bytes_max: bytes of stores a client may have waiting; more are dropped and counted.
-        reserve_bytes_max: largest reservation of one client, as a fraction of the arena. Bigger stores are
-            done in several batches.
+        reserve_fraction: largest reservation of one client, as a share of the arena. Bigger stores are done in
+            several batches.
         window_bytes_min: first window of a peer fetch: small, so that first bytes come early.
         window_bytes_max: largest window; windows double up to it. 32 MiB is where Ray's object store is fastest.
         windows_in_flight: windows of one stream made ahead of the reader.
@@ -86,7 +86,7 @@ class FleetConfig:
     shared_timeout_s: float = 15.0
 
     store_queue_bytes_max: int = 8 * GIB
-    reserve_bytes_max: float = 0.25
+    reserve_fraction: float = 0.25
     window_bytes_min: int = 4 * MIB
     window_bytes_max: int = 32 * MIB
     windows_in_flight: int = 2
@@ -106,7 +106,7 @@ class FleetConfig:
             ConfigError: naming the setting.
         """
         self._require(_POSITIVE, lambda value: value > 0, "must be positive")
-        self._require(("reserve_bytes_max", "object_store_fraction"), lambda value: 0 < value <= 1, "must be in (0, 1]")
+        self._require(("reserve_fraction", "object_store_fraction"), lambda value: 0 < value <= 1, "must be in (0, 1]")
         if self.window_bytes_max < self.window_bytes_min:
             raise ConfigError("window_bytes_max", "must be at least window_bytes_min")
         if self.dram_bytes is not None and self.dram_bytes < MIB:

@@ -85,7 +85,7 @@ class TierUnavailableError(TierError):
 
 
 class CorruptBlockError(TierError):
-    """The bytes found are not the block's.  The bad copy has been, or is about to be, removed."""
+    """The bytes found are not the block's.  They were not used; a bad shared object or DRAM copy is removed."""
 
 
 class StaleEpochError(KvFleetError):

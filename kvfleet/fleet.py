@@ -145,12 +145,13 @@ class Fleet:
         # Tried again while a manager restarts: both calls may be made twice.
         drains = [m.drain.options(max_task_retries=3).remote(drain_timeout_s) for m in managers.values()]
         unsaved: int = sum(_gather(drains, drain_timeout_s))
+        directory = actors.find_directory(self.config.name)
+        if directory is not None:
+            ray.kill(directory, no_restart=True)  # first: without it no client starts another manager
+        managers = self._managers()
         _gather([m.shutdown.options(max_task_retries=3).remote() for m in managers.values()], _CALL_TIMEOUT_S)
         for manager in managers.values():
             ray.kill(manager, no_restart=True)
-        directory = actors.find_directory(self.config.name)
-        if directory is not None:
-            ray.kill(directory, no_restart=True)
         self._wait_until_gone()
         if self._owns_ray:
             ray.shutdown()

@@ -116,7 +116,8 @@ class StoreResult:
         stored: blocks written and readable now.
         already: blocks that were here or being written by another.
         dropped: blocks not stored; `reason` says why. They cost a later recompute, nothing else.
-        published: the directory has acknowledged the stored blocks.
+        published: the directory has acknowledged the stored blocks. Blocks that were there already are made known
+            by whoever stored them, which may be a moment later.
         num_bytes: bytes copied into the arena.
     """
 

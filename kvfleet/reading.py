@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -19,14 +18,13 @@ from kvfleet.node.records import ORDERED
 
 __all__ = ["Reading"]
 
-_log = logging.getLogger(__name__)
-
 
 class Reading:
     """Copies the blocks of a hit, in order, up to the first that does not come.
 
     Attributes:
         outcomes: of the blocks so far; at most the last one is a `Miss`.
+        error: why the manager's answer stopped short, or None.
     """
 
     def __init__(
@@ -47,6 +45,7 @@ class Reading:
         self._take = take
         self._deadline = deadline
         self.outcomes: list[Outcome] = []
+        self.error: KvFleetError | None = None
 
     @property
     def complete(self) -> bool:
@@ -95,10 +94,12 @@ class Reading:
                     if self._missed:
                         return
         except KvFleetError as error:
-            if not self.complete:  # else it was only the end of the stream that did not come
-                _log.warning("load stopped short: %s", error)
-                late = isinstance(error, DeadlineExceededError)
-                self.outcomes.append(Miss.DEADLINE if late else Miss.MANAGER_UNAVAILABLE)
+            if self.complete:
+                return  # it was only the end of the stream that did not come
+            self.error = error
+        if not self.complete:
+            late = isinstance(self.error, DeadlineExceededError)
+            self.outcomes.append(Miss.DEADLINE if late else Miss.MANAGER_UNAVAILABLE)
 
     def _copy(self, sources: list[Source]) -> None:
         """Copy the next blocks, which are in the arena, and check each one's generation after its copy."""

@@ -41,7 +41,7 @@ class StoreTask:
         self._result = StoreResult()
 
     def wait(self, timeout_s: float | None = None) -> StoreResult:
-        """Wait until the blocks are readable here and the directory has acknowledged them.
+        """Wait until the blocks are readable here and the directory has acknowledged those that this store wrote.
 
         Raises:
             DeadlineExceededError: not within `timeout_s`. The store goes on.
@@ -115,6 +115,9 @@ class StoreWorker:
         if not job.num_blocks:
             job.task.finish(StoreResult())
             return job.task
+        if self._node.forked:  # the thread that would do it is the parent's
+            self._finish(job, StoreResult(dropped=job.num_blocks, published=False, reason="forked"))
+            return job.task
         num_bytes = job.num_blocks * self._layout.block_bytes
         with self._lock:
             reason = "closed" if self._closed else ""
@@ -155,6 +158,7 @@ class StoreWorker:
             with self._lock:
                 self._queued_bytes -= job.num_blocks * self._layout.block_bytes
             self._finish(job, result)
+            del job, result  # while we wait for the next one, this one's memory is the caller's again
 
     def _store(self, job: StoreJob) -> StoreResult:
         """All blocks of a job, batch by batch; stops at the first batch that does not get through."""
@@ -199,7 +203,7 @@ class StoreWorker:
         return stop, self._write(job, start, reply, arena, deadline)
 
     def _batch_blocks(self, arena: Arena) -> int:
-        return max(1, int(arena.capacity_bytes * self._config.reserve_bytes_max) // self._layout.block_bytes)
+        return max(1, int(arena.capacity_bytes * self._config.reserve_fraction) // self._layout.block_bytes)
 
     def _reserve(self, job: StoreJob, start: int, keys: bytes, arena: Arena, deadline: float) -> ReserveReply:
         self._sequence += 1

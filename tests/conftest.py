@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import hypothesis  # noqa: F401  its plugin imports it at the end otherwise, beside threads that tests left
 import pytest
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from kvfleet.node.messages import CommitRequest, FetchRequest, LoadProgress, Loa
 from kvfleet.node.transport import Transport
 from kvfleet.node.waiting import within
 
-GRACE_S = 0.25  # as in kvfleet.actors
+GRACE_S = 0.25  # as in kvfleet.calls
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
@@ -61,10 +61,13 @@ class RigManagerPort(ManagerPort):
             with suppress(RuntimeError):  # the last step was abandoned just now, which ends the stream as well
                 await stream.aclose()
 
+        begun = self._rig.begin(step())
         try:
-            while (progress := self._rig.ask(step(), "load", max(0.0, deadline - time.monotonic()))) is not None:
+            while (progress := self._rig.end(begun, "load", max(0.0, deadline - time.monotonic()))) is not None:
+                begun = self._rig.begin(step())  # as with Ray, to take an item resumes the generator
                 yield progress
         finally:
+            begun.cancel()
             asyncio.run_coroutine_threadsafe(end(), self._rig.loop)
 
 
@@ -87,9 +90,10 @@ class RigLink:
         self._rig = rig
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        async def call(argument: object, timeout_s: float) -> Any:
+        async def call(*args: Any) -> Any:
+            *arguments, timeout_s = args
             try:
-                return await within(timeout_s, self._rig.at_directory(name, argument))
+                return await within(timeout_s, self._rig.at_directory(name, *arguments))
             except asyncio.TimeoutError as error:
                 raise DirectoryUnavailableError(name) from error
 
@@ -108,7 +112,8 @@ class Loopback(Transport):
         windows = self._rig.stream(int(node, 16), "fetch", "window", request)
         async with aclosing(windows):
             while (window := await self._next(windows, deadline)) is not None:
-                yield Window(tuple(replace(part, data=part.data.copy()) for part in window.parts))
+                if window.parts:
+                    yield Window(tuple(replace(part, data=part.data.copy()) for part in window.parts))
 
     async def _next(self, windows: AsyncGenerator[Window, None], deadline: float) -> Window | None:
         left = max(0.0, deadline - time.monotonic())

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from tests.ports import Loopback, RigDirectoryPort, RigLink, RigManagerPort, end
 
 Fault = Callable[[], Awaitable[None]]
 
-GRACE_S = 0.25  # as in kvfleet.actors
 FAST = {"heartbeat_s": 0.05, "delta_interval_s": 0.002, "load_timeout_s": 20.0, "store_timeout_s": 20.0}
 
 
@@ -284,7 +284,12 @@ class Rig:
 
     def ask(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float) -> Any:
         """A client's call, which stops waiting after a time."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        return self.end(self.begin(work), what, timeout_s)
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def end(self, future: Future[Any], what: str, timeout_s: float) -> Any:
         try:
             return future.result(timeout_s)
         except FutureTimeoutError as error:

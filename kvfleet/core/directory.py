@@ -197,14 +197,13 @@ class Directory:
         if len(self._left) > _EPOCHS_MAX:
             del self._left[next(iter(self._left))]
 
-    def locate(self, keys: bytes, shard: int, num_shards: int, exclude: NodeId | None = None) -> list[Run]:
+    def locate(self, keys: bytes, shard: int, num_shards: int) -> list[Run]:
         """Where the blocks of a prefix are, up to the first that nobody has whole.
 
         Args:
             keys: packed, 16 bytes each.
             shard: whose holders are wanted.
             num_shards: of a whole block; the other shards may be anywhere.
-            exclude: a node that is no holder to the asker: itself.
 
         Returns:
             Consecutive runs from index 0 on.
@@ -212,8 +211,6 @@ class Directory:
         assert len(keys) % KEY_BYTES == 0, "packed keys are 16 bytes each"
         assert 0 <= shard < num_shards, "shard is one of num_shards"
         visible = self._rows.visible
-        excluded = self._nodes.get(exclude) if exclude is not None else None
-        wanted = visible & ~excluded.held.bit if excluded and excluded.held else visible
         suffix = shard.to_bytes(2, "little")
         others = [other.to_bytes(2, "little") for other in range(num_shards) if other != shard]
         starts: list[tuple[int, int]] = []
@@ -221,7 +218,7 @@ class Directory:
         for stop, at in enumerate(range(0, len(keys), KEY_BYTES)):
             key = keys[at : at + KEY_BYTES]
             part = self._rows.part(key)
-            bits = part.get(key + suffix, 0) & wanted
+            bits = part.get(key + suffix, 0) & visible
             if not bits or (others and not all(part.get(key + other, 0) & visible for other in others)):
                 break
             if bits != previous:

@@ -81,6 +81,10 @@ class Placement:
             Evicted(key, shard, record.slot) for key, shard, record in self._residents.records() if record.committed
         ]
 
+    def slots(self) -> list[int]:
+        """All taken slots."""
+        return [record.slot for _, _, record in self._residents.records()]
+
     def admit(self, blocks: Sequence[NewBlock], now: float) -> Admission:
         """Give slots to blocks, the first ones first, evicting others as far as needed.
 
@@ -159,13 +163,24 @@ class Placement:
         if not self._holds[key]:
             del self._holds[key]
 
+    def give_way(self, num_bytes: int) -> list[Evicted]:
+        """Evict the block used last among those of a size that nobody holds; of several, the deepest.
+
+        For the one case in which `admit` finds nothing: loads larger than the arena, taken together. All they have
+        brought are ancestors of the few blocks they hold, and blocks go leaf first. What was just copied out of the
+        deepest is then the best to go. Nothing, if all are held or busy.
+        """
+        size, blocks = self._slabs.slot_size(num_bytes), self._residents.blocks
+        fit = (key for key, b in blocks.items() if b.size == size and not b.busy and key not in self._holds)
+        victim = max(fit, key=lambda key: (blocks[key].last_used, blocks[key].depth, key), default=None)
+        answer = Admission()
+        if victim is not None:
+            self._evict(victim, answer)
+        return answer.evicted
+
     def saved(self, key: BlockKey, shard: int) -> None:
         """The tier below has a copy of a record; one that is not here is ignored."""
         self._saves.saved(key, shard)
-
-    def unsaved(self, key: BlockKey, shard: int) -> None:
-        """The copy below is gone or bad: the record wants saving again. One that is not here is ignored."""
-        self._saves.unsaved(key, shard)
 
     def next_saves(self, max_bytes: int) -> list[Transfer]:
         """Write-behind to be done next, the longest committed first.

@@ -26,8 +26,8 @@ class Record:
         slot: its number.
         committed: False while it is being written.
         saved: the tier below has a copy.
-        given_up: it could not be copied below when its room was needed; it may go without.
-        failures: write-behind copies that failed since the last that did not.
+        given_up: it could not be copied below when its room was needed; it may go without, if it has to go before
+            write-behind succeeds.
         transfer: serial of the transfer that reads the slot, or 0.
     """
 
@@ -35,7 +35,6 @@ class Record:
     committed: bool = False
     saved: bool = False
     given_up: bool = False
-    failures: int = 0
     transfer: int = 0
 
 

@@ -9,9 +9,7 @@ from kvfleet.core.admission import Counters, Transfer
 from kvfleet.core.block import BlockKey
 from kvfleet.core.residents import Record, Residents
 
-__all__ = ["SAVE_FAILURES_MAX", "Saves"]
-
-SAVE_FAILURES_MAX = 3  # write-behind tries no more after that; a demotion still does
+__all__ = ["Saves"]
 
 
 class Saves:
@@ -35,9 +33,9 @@ class Saves:
         return self._lower_tier and not record.saved and not record.given_up
 
     def want(self, key: BlockKey, shard: int) -> None:
-        """Queue a committed record for write-behind, if it has no copy and did not fail too often."""
+        """Queue a committed record for write-behind, if it has no copy below."""
         record = self._residents.blocks[key].records[shard]
-        if self.needed(record) and record.failures < SAVE_FAILURES_MAX:
+        if self._lower_tier and not record.saved:
             self._queue[key, shard] = None
 
     def saved(self, key: BlockKey, shard: int) -> None:
@@ -46,15 +44,6 @@ class Saves:
         if record is not None:
             record.saved = True
             self._queue.pop((key, shard), None)
-
-    def unsaved(self, key: BlockKey, shard: int) -> None:
-        """The copy below is gone or bad: the record wants saving again. One that is not here is ignored."""
-        record = self._residents.record(key, shard)
-        if record is not None:
-            record.saved = record.given_up = False
-            record.failures = 0
-            if record.committed and not record.transfer:
-                self.want(key, shard)
 
     def next(self, max_bytes: int) -> list[Transfer]:
         """Write-behind to be done next: at most `max_bytes`, but at least one record if any is queued."""
@@ -94,12 +83,10 @@ class Saves:
         demoted = transfer.kind == "demote"
         if ok:
             record.saved = True
-            record.failures = 0
             self._counters.demoted += demoted
             self._counters.saved += not demoted
         else:
-            record.given_up = demoted and not record.saved
-            record.failures += 1
+            record.given_up = record.given_up or (demoted and not record.saved)
             self._counters.transfers_failed += 1
             self.want(transfer.key, transfer.shard)
 

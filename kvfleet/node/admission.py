@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvfleet.core.placement import Transfer
 from kvfleet.node.dram import DramTier, Granted, Incoming, Reservation
+from kvfleet.node.messages import Namespace
 from kvfleet.node.waiting import within
 
 __all__ = ["Admitter"]
@@ -39,13 +40,13 @@ class Admitter:
             await within(timeout_s, freed.wait())
 
     async def reserve(
-        self, blocks: Sequence[Incoming], namespace: int, client_id: int, timeout_s: float, *, patient: bool
+        self, blocks: Sequence[Incoming], namespace: Namespace, client_id: int, timeout_s: float, *, patient: bool
     ) -> Reservation:
         """Slots for as many of the blocks as there is room for, in order.
 
         Args:
             blocks: consecutive blocks of one prefix.
-            namespace: number of their namespace.
+            namespace: of all of them.
             client_id: of the writer; 0 for the manager.
             timeout_s: longest wait.
             patient: have room made at the cost of blocks in use, or wait for held ones to be let go. Otherwise only
@@ -61,7 +62,7 @@ class Admitter:
             already += [left[i] for i in got.already]
             left = [left[i] for i in got.refused]
             remaining = deadline - time.monotonic()
-            if not left or remaining <= 0:
+            if not left or remaining <= 0 or not self._dram.fits(blocks[0].block.num_bytes):
                 break
             if got.transfers:
                 await self._wait_for_move(got.transfers, remaining)

@@ -51,13 +51,15 @@ class Arena:
     Attributes:
         arena_id: 16 bytes, new with each arena.
         path: of the file.
+        inode: which file it is, whatever is at that path by now.
         capacity_bytes: of the slot area.
         unit_bytes: what slabs are made of.
         slots_offset: where the slot area starts in the file; records hold file offsets.
     """
 
-    def __init__(self, path: Path, arena_id: bytes, geometry: Geometry, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, inode: int, arena_id: bytes, geometry: Geometry, mapping: mmap.mmap) -> None:
         self.path = path
+        self.inode = inode
         self.arena_id = arena_id
         self.capacity_bytes = geometry.capacity_bytes
         self.unit_bytes = geometry.unit_bytes
@@ -98,13 +100,13 @@ class Arena:
             free = free_bytes(directory)
             if geometry.file_bytes > free:
                 raise _no_room(directory, geometry, free)
-            arena_id, mapping = _allocate(partial, geometry)
+            inode, arena_id, mapping = _allocate(partial, geometry)
             partial.rename(path)
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG}:
                 raise _no_room(directory, geometry, free) from error
             raise TierUnavailableError(_TIER, f"{directory}: {error}") from error
-        return cls(path, arena_id, geometry, mapping)
+        return cls(path, inode, arena_id, geometry, mapping)
 
     @classmethod
     def attach(cls, path: Path, expected_arena_id: bytes | None = None) -> Arena:
@@ -127,11 +129,12 @@ class Arena:
             if expected_arena_id is not None and arena_id != expected_arena_id:
                 raise TierUnavailableError(_TIER, f"{path}: another arena is there now")
             mapping = mmap.mmap(fd, geometry.file_bytes)
+            inode = os.fstat(fd).st_ino
         except OSError as error:
             raise TierUnavailableError(_TIER, f"{path}: {error}") from error
         finally:
             os.close(fd)
-        return cls(path, arena_id, geometry, mapping)
+        return cls(path, inode, arena_id, geometry, mapping)
 
     @property
     def records(self) -> RecordTable:
@@ -203,13 +206,13 @@ class Arena:
         self.path.unlink(missing_ok=True)
 
 
-def _allocate(path: Path, geometry: Geometry) -> tuple[bytes, mmap.mmap]:
+def _allocate(path: Path, geometry: Geometry) -> tuple[int, bytes, mmap.mmap]:
     arena_id = secrets.token_bytes(16)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, geometry.file_bytes)
         os.pwrite(fd, geometry.header(arena_id), 0)
-        return arena_id, mmap.mmap(fd, geometry.file_bytes)
+        return os.fstat(fd).st_ino, arena_id, mmap.mmap(fd, geometry.file_bytes)
     except OSError:
         path.unlink()
         raise

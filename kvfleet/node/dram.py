@@ -6,9 +6,10 @@ leaves the record table before its slot is given to another.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from kvfleet.core.placement import Evicted, NewBlock, Placement, Restored, Trans
 from kvfleet.core.policies.lru import LeafFirstLRU
 from kvfleet.core.slabs import SlabMap
 from kvfleet.node.arena import Arena
-from kvfleet.node.messages import Bytes
+from kvfleet.node.messages import Bytes, Namespace
+from kvfleet.node.namespaces import Namespaces
 from kvfleet.node.records import Record, key_fingerprint
 
 __all__ = ["DramTier", "Granted", "Incoming", "Reservation", "record_id"]
@@ -77,18 +79,20 @@ class DramTier:
     any time.
 
     Args:
+        arena: of this node.
+        directory: for what the blocks' namespaces are.
         now_ns: monotonic nanoseconds, the clock that readers store last accesses by.
     """
 
-    def __init__(self, arena: Arena, *, lower_tier: bool, now_ns: Callable[[], int]) -> None:
+    def __init__(self, arena: Arena, directory: Path, *, lower_tier: bool, now_ns: Callable[[], int]) -> None:
         self.arena = arena
+        self.namespaces = Namespaces(directory, lambda: self._records.namespaces(self.placement.slots()))
         self._records = arena.records
         self._now_ns = now_ns
         self._slabs = SlabMap(arena.capacity_bytes, arena.unit_bytes, self._records.num_records, self._persist_unit)
         self.placement = Placement(self._slabs, LeafFirstLRU, lower_tier=lower_tier)
         self._seen_access = np.zeros(self._records.num_records, np.uint64)
         self._reserved: dict[int, dict[int, int]] = {}
-        self._holds: Counter[BlockKey] = Counter()
         self._changes: dict[bytes, bool] = {}
         self._count = 0
         self._xor = 0
@@ -120,14 +124,15 @@ class DramTier:
         """The bytes of a slot, writable, shape `(num_bytes,)`."""
         return self.arena.slot_view(self.arena.slots_offset + self._slabs.offset(slot), num_bytes)
 
-    def reserve(self, blocks: Sequence[Incoming], namespace: int, client_id: int) -> Reservation:
+    def reserve(self, blocks: Sequence[Incoming], namespace: Namespace, client_id: int) -> Reservation:
         """Slots for blocks of one prefix, evicting what must go for them.
 
         Args:
             blocks: in order, all of the same size.
-            namespace: number of their namespace.
+            namespace: of all of them.
             client_id: of the writer; 0 for the manager.
         """
+        number = self.namespaces.index(namespace)
         self._note_accesses()
         admission = self.placement.admit([b.block for b in blocks], self._now_ns() / _NS)
         self._gone(admission.evicted)
@@ -141,7 +146,7 @@ class DramTier:
                 shard=block.shard,
                 parent_fingerprint=key_fingerprint(block.parent) if block.parent else 0,
                 depth=incoming.depth,
-                namespace=namespace,
+                namespace=number,
                 offset=offset,
                 length=block.num_bytes,
                 client_id=client_id,
@@ -213,43 +218,25 @@ class DramTier:
     def hold(self, key: BlockKey) -> None:
         """Keep a block that is here until as many `release`s."""
         self.placement.hold(key)
-        self._holds[key] += 1
 
     def release(self, key: BlockKey) -> None:
         """End a hold."""
         self.placement.release(key)
-        self._holds[key] -= 1
-        if not self._holds[key]:
-            del self._holds[key]
 
-    def drop(self, key: BlockKey) -> int:
-        """Remove a block, all shards of it. Returns how many there were."""
-        evicted = self.placement.drop(key)
-        self._gone(evicted)
-        return len(evicted)
+    def drop(self, key: BlockKey) -> None:
+        """Remove a block, all shards of it, held or not."""
+        self._gone(self.placement.drop(key))
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether a block of that size can be here at all."""
+        units = self._slabs.run_units(self._slabs.slot_size(num_bytes))
+        return units * self.arena.unit_bytes <= self.arena.capacity_bytes
 
     def give_way(self, num_bytes: int) -> bool:
-        """Drop the block used last among those of a size that nobody holds; of several, the deepest.
-
-        For the one case in which eviction finds nothing: loads larger than the arena, taken together. All they have
-        brought are ancestors of the few blocks they hold, and blocks go leaf first. What was just copied out of the
-        deepest is then the best to go.
-
-        Returns:
-            False if there is no such block.
-        """
-        size = self._slabs.slot_size(num_bytes)
-        victim: Record | None = None
-        for slot in np.argsort(self._records.last_access)[::-1].tolist():
-            record = self._records.record(slot)
-            if victim is not None and record.last_access < victim.last_access:
-                break
-            fits = record.committed and self._slabs.slot_bytes(slot) == size
-            if fits and BlockKey(record.key) not in self._holds and (victim is None or record.depth > victim.depth):
-                victim = record
-        if victim is not None:
-            self.drop(BlockKey(victim.key))
-        return victim is not None
+        """See `Placement.give_way`. False if there is no such block."""
+        evicted = self.placement.give_way(num_bytes)
+        self._gone(evicted)
+        return bool(evicted)
 
     def _gone(self, evicted: Sequence[Evicted]) -> None:
         for gone in evicted:
@@ -258,16 +245,19 @@ class DramTier:
 
     def _changed(self, key: bytes, shard: int, *, present: bool) -> None:
         record = record_id(key, shard)
-        self._changes[record] = present
+        if self._changes.pop(record, present) == present:  # else it came and went: no news
+            self._changes[record] = present
         self._count += 1 if present else -1
         self._xor ^= int.from_bytes(record, "little")
 
     # Holdings
 
-    def take_changes(self) -> dict[bytes, bool]:
-        """Records that came (True) or went (False) since the last call."""
-        changes, self._changes = self._changes, {}
-        return changes
+    def take_changes(self, limit: int) -> dict[bytes, bool]:
+        """At most so many of the records that came (True) or went (False) since they were last taken."""
+        taken = dict(islice(self._changes.items(), limit))
+        for record in taken:
+            del self._changes[record]
+        return taken
 
     def snapshot(self) -> list[bytes]:
         """All records that can be read now. Changes up to now are in it and are not reported again."""
@@ -281,6 +271,11 @@ class DramTier:
     def digest(self) -> Digest:
         """Count and xor of all records that can be read now."""
         return Digest(self._count, self._xor.to_bytes(RECORD_BYTES, "little"))
+
+    @property
+    def num_changes(self) -> int:
+        """How many changes are left to be taken."""
+        return len(self._changes)
 
 
 def _restored(record: Record) -> Restored:

@@ -41,19 +41,19 @@ async def settle(executor: Executor | None, work: Callable[[], T]) -> T:
         while not job.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({job})
+        job.exception()  # nobody is left to tell
         raise
 
 
 class BlockSlots:
     """Slots for the blocks of one load. Indexes count from the first block of the request."""
 
-    def __init__(self, dram: DramTier, admitter: Admitter, request: LoadRequest, namespace: int) -> None:
+    def __init__(self, dram: DramTier, admitter: Admitter, request: LoadRequest) -> None:
         self.dram = dram
         self.request = request
         self.keys = split(request.keys)
         self.deadline = time.monotonic() + request.timeout_s
         self._admitter = admitter
-        self._namespace = namespace
 
     @property
     def left_s(self) -> float:
@@ -92,7 +92,7 @@ class BlockSlots:
         parent = self.keys[index - 1] if index else BlockKey(request.parent) if request.parent else None
         block = NewBlock(self.keys[index], request.shard, parent, request.num_bytes)
         got = await self._admitter.reserve(
-            [Incoming(block, request.depth + index)], self._namespace, 0, self.left_s, patient=patient
+            [Incoming(block, request.depth + index)], request.namespace, 0, self.left_s, patient=patient
         )
         if got.refused:
             raise DeadlineExceededError("room in the arena", request.timeout_s)
@@ -166,14 +166,14 @@ async def land(
     landing = _Landing(slots, first, executor)
     try:
         async for window in windows:
-            assert window.parts, "no window is empty"
             for part in window.parts:
                 if part.start == 0 and not await landing.open(part.index, patient=False):
                     for index in await landing.flush():  # so that the client can let go of these
                         yield index
                     await landing.open(part.index, patient=True)
                 landing.add(part)
-            del window, part  # borrowed: given back before the next one is awaited
+                del part
+            del window  # borrowed: given back before the next one is awaited
             for index in await landing.flush():
                 yield index
     finally:

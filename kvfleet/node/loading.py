@@ -12,29 +12,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable
 from concurrent.futures import Executor
 from contextlib import aclosing
+from dataclasses import replace
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES, BlockKey
 from kvfleet.core.directory import NodeId, Run
-from kvfleet.errors import CorruptBlockError, DeadlineExceededError, TierError
+from kvfleet.errors import CorruptBlockError, DeadlineExceededError, KvFleetError, TierError
 from kvfleet.node.admission import Admitter
-from kvfleet.node.dram import DramTier, Granted
+from kvfleet.node.arrivals import Arrivals
+from kvfleet.node.dram import DramTier
 from kvfleet.node.landing import BlockSlots, land
 from kvfleet.node.messages import FetchRequest, LoadProgress, LoadRequest, Miss, Outcome, Source
-from kvfleet.node.namespaces import Namespaces
-from kvfleet.node.publishing import Publisher
+from kvfleet.node.namespaces import layout_of
+from kvfleet.node.publishing import DirectoryLink, Publisher
 from kvfleet.node.shared import SharedTier
-from kvfleet.node.sharedreads import Read, SharedReads
+from kvfleet.node.sharedreads import SharedReads
 from kvfleet.node.transport import Transport
-from kvfleet.node.waiting import within
 
 __all__ = ["Loader"]
 
 _log = logging.getLogger(__name__)
+_LOST = {Miss.ABSENT, Miss.UNREACHABLE, Miss.CORRUPT}  # another holder may have it
 
 Flight = asyncio.Future[Source | None]
 """A block on its way; resolves to where it came from, None if it did not come."""
@@ -47,20 +49,20 @@ class Loader:
         self,
         node: NodeId,
         dram: DramTier,
-        namespaces: Namespaces,
         admitter: Admitter,
         transport: Transport,
         shared: SharedTier | None,
         publisher: Publisher,
+        link: DirectoryLink,
         config: FleetConfig,
         executor: Executor,
     ) -> None:
         self.node = node
         self.dram = dram
-        self.namespaces = namespaces
         self.admitter = admitter
         self.transport = transport
         self.publisher = publisher
+        self.link = link
         self.config = config
         self.executor = executor
         self.flights: dict[tuple[BlockKey, int], Flight] = {}
@@ -87,92 +89,54 @@ class _Load:
         self._loader = loader
         self._dram = loader.dram
         self._request = request
-        self._slots = BlockSlots(loader.dram, loader.admitter, request, loader.namespaces.index(request.namespace))
+        self._slots = BlockSlots(loader.dram, loader.admitter, request)
         self._keys = self._slots.keys
-        self._outcomes: list[Outcome] = []
-        self._arrived = asyncio.Event()
-        self._held: dict[int, BlockKey] = {}
-        self._failed: set[NodeId] = set()
-
-    # consumer
+        self._arrivals = Arrivals(self._slots)
+        self._outcomes = self._arrivals.outcomes
+        self._runs = request.runs
+        self._asked = False
+        self._failed: dict[NodeId, Miss] = {}
 
     async def run(self) -> AsyncGenerator[LoadProgress, None]:
+        """Bring the blocks; see `Loader.load`."""
         producer = asyncio.create_task(self._produce())
         # A client that dies may leave this generator paused for ever; after the deadline it copies nothing anyway.
         timer = asyncio.get_running_loop().call_later(self._slots.left_s, self._expire, producer)
         try:
-            sent = 0
-            while sent < len(self._keys):
-                outcomes = await self._next(sent)
-                yield LoadProgress(outcomes)
-                # Resumed: the client has taken these outcomes, so it is done with the blocks before them.
-                self._release(range(sent))
-                sent += len(outcomes)
-                if isinstance(outcomes[-1], Miss):
-                    break
+            async with aclosing(self._arrivals.steps()) as steps:
+                async for progress in steps:
+                    yield progress
         finally:
             timer.cancel()
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
-            self._release(list(self._held))
+            self._arrivals.let_go()
 
     def _expire(self, producer: asyncio.Task[None]) -> None:
         producer.cancel()
-        self._release(list(self._held))
-
-    async def _next(self, sent: int) -> tuple[Outcome, ...]:
-        while len(self._outcomes) == sent:
-            self._arrived.clear()
-            try:
-                await within(self._slots.left_s, self._arrived.wait())
-            except asyncio.TimeoutError:
-                return (Miss.DEADLINE,)
-        return tuple(self._outcomes[sent:])
-
-    def _release(self, indexes: Iterable[int]) -> None:
-        released = [self._held.pop(i) for i in indexes if i in self._held]
-        for key in released:
-            self._dram.release(key)
-        if released:
-            self._loader.admitter.freed()
-
-    # producer
+        self._arrivals.let_go()
 
     async def _produce(self) -> None:
         try:
             while len(self._outcomes) < len(self._keys):
                 miss = await self._bring(len(self._outcomes))
                 if miss is not None:
-                    self._arrive(miss)
+                    self._arrivals.add(miss)
                     return
         except Exception:  # noqa: BLE001  a bug of ours is a miss for the request, and a line in the log
             _log.exception("load given up")
-            self._arrive(Miss.UNREACHABLE)
-
-    def _arrive(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self._arrived.set()
-
-    def _arrive_here(self, source: Source) -> bool:
-        """The next block is in the arena: hold it until the client has copied it. False: it is not there."""
-        index = len(self._outcomes)
-        if not self._slots.resident(index):
-            return False
-        self._dram.hold(self._keys[index])
-        self._held[index] = self._keys[index]
-        self._arrive(source)
-        return True
+            self._arrivals.add(Miss.UNREACHABLE)
 
     async def _bring(self, index: int) -> Miss | None:
         """Bring block `index`, and those after it that come by the same way; why one did not, or None."""
-        while not self._arrive_here(Source.DRAM):
+        while not self._arrivals.add_resident(Source.DRAM):
             flight = self._flight(index)
             if flight is not None:
                 await asyncio.wait({flight}, timeout=self._slots.left_s)
                 if not flight.done():
                     return Miss.DEADLINE
                 source = flight.result()
-                if source is not None and self._arrive_here(source):
+                if source is not None and self._arrivals.add_resident(source):
                     return None
             elif self._slots.pending(index):
                 if not await self._slots.settled(index, self._loader.config.holder_timeout_s):
@@ -183,8 +147,7 @@ class _Load:
 
     def _run_of(self, index: int) -> Run:
         """The blocks from `index` on that nobody is bringing or writing, as far as they have the same holders."""
-        runs = self._request.runs
-        run = next((r for r in runs if r.start <= index < r.stop), Run(index, index + 1, (), shared=False))
+        run = next((r for r in self._runs if r.start <= index < r.stop), Run(index, index + 1, (), shared=False))
         stop = index + 1
         while stop < run.stop and not (self._flight(stop) or self._slots.pending(stop) or self._slots.resident(stop)):
             stop += 1
@@ -210,23 +173,48 @@ class _Load:
                     flight.set_result(None)
 
     async def _from_any(self, run: Run) -> Miss | None:
-        """Try the sources of a run one after the other; why the last blocks did not come, or None if all did."""
+        """Try the sources of a run one after the other.
+
+        Returns:
+            Why the next block did not come; None if all came, or another try may bring more.
+        """
         nodes = [node for node in run.nodes if node != self._loader.node]
-        miss = Miss.ABSENT if self._failed.isdisjoint(nodes) else Miss.UNREACHABLE
+        miss = next((self._failed[node] for node in nodes if node in self._failed), Miss.ABSENT)
         for node in nodes:
             if node in self._failed:
                 continue
             got = await self._attempt(self._from_peer(node, run.stop, saved=run.shared))
             if len(self._outcomes) == run.stop:
                 return None
-            if got in {Miss.UNREACHABLE, Miss.CORRUPT}:
-                self._failed.add(node)
+            if got is Miss.UNREACHABLE or got is Miss.CORRUPT:
+                self._failed[node] = got
             miss = got or miss
+        if not run.shared and miss in _LOST and await self._ask_directory():
+            return None
         if self._loader.shared_reads is not None and miss is not Miss.DEADLINE:
             got = await self._attempt(self._from_shared(self._loader.shared_reads, run.stop))
             if got is None or got is not Miss.ABSENT or miss is Miss.ABSENT:
                 return got
         return miss
+
+    async def _ask_directory(self) -> bool:
+        """Ask who holds the blocks from the next one on, once a load. False: there is no answer, or has been one."""
+        if self._asked:
+            return False
+        self._asked = True
+        request, first, config = self._request, len(self._outcomes), self._loader.config
+        num_shards = layout_of(request.namespace).num_shards
+        timeout_s = min(self._slots.left_s, config.lookup_timeout_s)
+        try:
+            found = await self._loader.link.locate(
+                request.keys[first * KEY_BYTES :], request.shard, num_shards, timeout_s
+            )
+        except KvFleetError as error:
+            _log.info("nobody known to hold a block: %s", error)
+            return False
+        runs = (replace(run, start=first + run.start, stop=first + run.stop) for run in found)
+        self._runs = (*runs, *self._runs)
+        return True
 
     async def _attempt(self, source: Awaitable[Miss | None]) -> Miss | None:
         """Try one source; why it did not bring all, or None if it just ended."""
@@ -246,7 +234,7 @@ class _Load:
         index = len(self._outcomes)
         if not self._slots.resident(index):
             await self._slots.settled(index, self._loader.config.holder_timeout_s)
-        if not self._arrive_here(source):
+        if not self._arrivals.add_resident(source):
             return False
         record = (self._keys[index], self._request.shard)
         if saved:
@@ -273,39 +261,11 @@ class _Load:
         return None
 
     async def _from_shared(self, shared: SharedReads, stop: int) -> Miss | None:
-        """Bring blocks from the next one up to `stop` from the shared tier, several at once, in order."""
-        reads: deque[tuple[int, Read]] = deque()
-        index = len(self._outcomes)
-        try:
-            while len(self._outcomes) < stop:
-                if index < stop and len(reads) < self._loader.config.load_inflight_max:
-                    granted = await self._slot_for_read(index, patient=not reads)
-                    if granted is not None:
-                        reads.append((index, shared.start(self._slots, index, granted)))
-                        index += 1
-                        continue
-                if not reads:  # another has it, or writes it
-                    if not await self._landed(Source.DRAM, saved=False):
-                        return Miss.EVICTED
-                    index += 1
-                    continue
-                miss = await asyncio.shield(reads[0][1])
-                held, _ = reads.popleft()
-                if miss is not None:
-                    return miss
-                landed = await self._landed(Source.SHARED, saved=True)
-                self._slots.release(held)
-                assert landed, "the read held it"
-        finally:
-            # Reads under way go on by themselves: their threads still write to their slots.
-            for abandoned, read in reads:
-                shared.adopt(self._slots, abandoned, read)
+        """Bring blocks from the next one up to `stop` from the shared tier."""
+        async with aclosing(shared.bring(self._slots, len(self._outcomes), stop)) as outcomes:
+            async for outcome in outcomes:
+                if isinstance(outcome, Miss):
+                    return outcome
+                if not await self._landed(outcome, saved=outcome is Source.SHARED):
+                    return Miss.EVICTED
         return None
-
-    async def _slot_for_read(self, index: int, *, patient: bool) -> Granted | None:
-        try:
-            return await self._slots.reserve(index, patient=patient)
-        except DeadlineExceededError:
-            if patient:
-                raise
-            return None

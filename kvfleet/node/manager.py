@@ -34,7 +34,6 @@ from kvfleet.node.messages import (
     ReserveRequest,
     Window,
 )
-from kvfleet.node.namespaces import Namespaces
 from kvfleet.node.publishing import DirectoryLink, Publisher
 from kvfleet.node.saving import Saver
 from kvfleet.node.serving import Server
@@ -56,7 +55,7 @@ class NodeStatus:
 
     Attributes:
         node_id: Ray's.
-        epoch: of its manager: how often it has started.
+        epoch: of its manager; grows with each start.
         problem: why the node has no arena, or "".
         used_bytes: of slots that hold or await a block; never above `capacity_bytes`.
         reserved_blocks: being written.
@@ -201,24 +200,27 @@ class _Node:
         self.home = home
         # In and out have a budget each: with one for both, two nodes that read from each other could wait forever.
         half = max(MIB, int(place.object_store_bytes * config.object_store_fraction) // 2)
+        # A pool each, so that a shared tier that hangs on writes holds up nothing else.
         self._threads = ThreadPoolExecutor(2 + config.load_inflight_max, "kvfleet")
+        self._save_threads = ThreadPoolExecutor(2 * config.save_inflight_max, "kvfleet-save")
         self.shared = None
         if config.shared_url is not None:
             self.shared = SharedTier(config.shared_url, config.shared_options, config.shared_timeout_s)
-        self.dram = DramTier(home.arena, lower_tier=self.shared is not None, now_ns=time.monotonic_ns)
-        self._namespaces = Namespaces(home.directory / "namespaces")
+        self.dram = DramTier(
+            home.arena, home.directory / "namespaces", lower_tier=self.shared is not None, now_ns=time.monotonic_ns
+        )
         self.publisher = Publisher(
             home.node_id, home.epoch, link, config, holdings=self.dram, on_list_shared=self._list_shared
         )
-        self.saver = Saver(self.dram, self._namespaces, self.shared, self.publisher, link, config)
+        self.saver = Saver(self.dram, self.shared, self.publisher, link, config, self._save_threads)
         self._admitter = Admitter(self.dram, self.saver.move)
         self.saver.on_moved = self._admitter.freed
         self.loader = Loader(
-            home.node_id, self.dram, self._namespaces, self._admitter, make_transport(ByteBudget(half)),
-            self.shared, self.publisher, config, self._threads,
+            home.node_id, self.dram, self._admitter, make_transport(ByteBudget(half)),
+            self.shared, self.publisher, link, config, self._threads,
         )  # fmt: skip
         self.server = Server(self.dram, self._admitter, ByteBudget(half), config)
-        self.writers = Writers(self.dram, self._namespaces, self._admitter, self.saver, self.publisher)
+        self.writers = Writers(self.dram, self._admitter, self.saver, self.publisher)
         self._link = link
         self._listing: asyncio.Task[None] | None = None
         self._stop_populating = threading.Event()
@@ -291,7 +293,9 @@ class _Node:
         if self.loader.shared_reads is not None:
             await self.loader.shared_reads.end()
         await self._admitter.settle()
+        await self.saver.settle()
         await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._save_threads.shutdown)
         if self.shared is not None:
             await asyncio.to_thread(self.shared.close)
         remove_home(self.home)

@@ -250,6 +250,6 @@ class WindowPart:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive byte ranges of the requested blocks."""
+    """Consecutive byte ranges of the requested blocks; none in those that a holder sends at the end."""
 
     parts: tuple[WindowPart, ...]

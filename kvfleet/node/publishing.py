@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from kvfleet.config import FleetConfig
-from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId, split_records
+from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId, Run, split_records
 from kvfleet.errors import KvFleetError, StaleEpochError
 from kvfleet.node.waiting import within
 
@@ -22,6 +23,7 @@ __all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publish
 _log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
+_SHARED_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,19 @@ class DirectoryLink(Protocol):
     async def listed(self, node: NodeId, timeout_s: float) -> None:
         """See `DirectoryService.listed`."""
 
+    async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+        """See `DirectoryService.locate`."""
+
 
 class Holdings(Protocol):
     """What a node holds, as record ids. `DramTier` is one."""
 
-    def take_changes(self) -> dict[bytes, bool]:
-        """Records that came (True) or went (False) since the last call."""
+    def take_changes(self, limit: int) -> dict[bytes, bool]:
+        """At most so many of the records that came (True) or went (False) since they were last taken."""
+
+    @property
+    def num_changes(self) -> int:
+        """How many changes are left to be taken."""
 
     def snapshot(self) -> list[bytes]:
         """All records that can be read now. Changes up to now are in it and are not reported again."""
@@ -95,6 +104,7 @@ class Publisher:
         self._urgent = asyncio.Event()  # somebody waits for the directory
         self._waiters: list[asyncio.Future[None]] = []
         self.resyncs = 0
+        self.unsaid = 0  # what was not kept for a directory that is away; the next listing says it
 
     def wake(self) -> None:
         """The holdings changed."""
@@ -102,16 +112,23 @@ class Publisher:
 
     def shared(self, record: bytes, present: bool) -> None:
         """The shared tier has a record (True), or lost it (False)."""
-        self._shared[record] = present
+        self._note_shared(record, present=present)
         self._wake.set()
 
     def shared_page(self, records: bytes) -> int:
         """The shared tier has these records, packed. Returns how many they are."""
         found = split_records(records)
         for record in found:
-            self._shared.setdefault(record, True)
+            if record not in self._shared:
+                self._note_shared(record, present=True)
         self._wake.set()
         return len(found)
+
+    def _note_shared(self, record: bytes, *, present: bool) -> None:
+        if record in self._shared or len(self._shared) < _SHARED_MAX:
+            self._shared[record] = present
+        else:
+            self.unsaid += 1
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until the directory has acknowledged all changes so far. False: not within `timeout_s`."""
@@ -157,6 +174,8 @@ class Publisher:
     async def _bring_up_to_date(self) -> None:
         if not self._known:
             await self._resync()
+        waiting = max(self._holdings.num_changes, len(self._shared))
+        deltas = 1 + waiting // self._config.inventory_page_records  # to say all that was to be said when we came
         while True:
             again = self._unacked is not None
             self._unacked = self._unacked or self._next_delta()
@@ -165,7 +184,8 @@ class Publisher:
                 self._on_list_shared()
             if reply.applied is Applied.OK:
                 self._unacked = None
-                if not again:
+                deltas -= not again
+                if deltas <= 0:
                     return
             elif reply.applied is Applied.STALE_EPOCH:
                 raise StaleEpochError(self._node, self._epoch, self._epoch + 1)
@@ -173,8 +193,11 @@ class Publisher:
                 await self._resync()
 
     def _next_delta(self) -> Delta:
-        held = self._holdings.take_changes()
-        shared, self._shared = self._shared, {}
+        limit = self._config.inventory_page_records
+        held = self._holdings.take_changes(limit)
+        shared = dict(islice(self._shared.items(), limit))
+        for record in shared:
+            del self._shared[record]
         self._seq += 1
         added = [r for r, here in held.items() if here]
         removed = [r for r, here in held.items() if not here]
@@ -183,7 +206,7 @@ class Publisher:
             added=b"".join(added), removed=b"".join(removed),
             shared_added=b"".join(r for r, here in shared.items() if here),
             shared_removed=b"".join(r for r, here in shared.items() if not here),
-            digest=self._holdings.digest(),
+            digest=self._holdings.digest() if not self._holdings.num_changes else None,
         )  # fmt: skip
 
     async def _resync(self) -> None:

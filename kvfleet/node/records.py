@@ -14,6 +14,7 @@ x86-64; where `ORDERED` is false readers must verify the block's checksum as wel
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ Flags = npt.NDArray[np.bool_]
 
 _LOW16 = np.uint64(0xFFFF)
 _LOW32 = np.uint64(0xFFFF_FFFF)
+_NAMESPACE_SHIFT = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,11 @@ class RecordTable:
         generations = self._words[:, GENERATION]
         reserved = (generations % 2 == 1) & (self._words[:, CHECKSUM] != 0)
         return self._read(np.flatnonzero(_committed(generations) | reserved))
+
+    def namespaces(self, slots: Sequence[int]) -> set[int]:
+        """The numbers of the namespaces of some records."""
+        places = self._words[np.array(slots, np.int64), PLACE]
+        return set(((places >> _NAMESPACE_SHIFT) & _LOW16).tolist())
 
     def recover(self) -> None:
         """Make the hints agree with the records again, after a manager died at any point.

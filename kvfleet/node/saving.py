@@ -1,7 +1,8 @@
 """Copies from the arena to the shared tier: write-behind of what is new, demotion of what must make room.
 
-Bounded: at most `save_inflight_max` objects at once; what waits, waits in the arena. While the shared tier fails,
-blocks stay in DRAM and are tried again after a pause; those that must leave meanwhile are lost and counted.
+Bounded: at most `save_inflight_max` objects of each kind at once; what waits, waits in the arena. While the shared
+tier fails or hangs, blocks stay in DRAM and are tried again after a pause; those that must leave meanwhile are lost
+and counted: nobody waits for a tier that is known to be bad.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from functools import partial
 
 from kvfleet.config import MIB, FleetConfig
 from kvfleet.core.directory import split_records
 from kvfleet.core.placement import Transfer
-from kvfleet.errors import DirectoryUnavailableError, TierError
+from kvfleet.errors import CorruptBlockError, KvFleetError, TierError
 from kvfleet.node.dram import DramTier, record_id
 from kvfleet.node.landing import settle
-from kvfleet.node.namespaces import Namespaces, layout_of
+from kvfleet.node.namespaces import layout_of
 from kvfleet.node.publishing import CALL_TIMEOUT_S, DirectoryLink, Publisher
 from kvfleet.node.shared import SharedTier
 from kvfleet.node.waiting import within
@@ -31,6 +33,7 @@ _BATCH_BYTES = 256 * MIB
 _BATCH_PART = 8
 _PAUSE_S = 1.0
 _PAUSE_MAX_S = 30.0
+_DEMOTION_TIMEOUT_S = 2.0  # somebody waits for the room
 
 
 class Saver:
@@ -47,27 +50,29 @@ class Saver:
     def __init__(
         self,
         dram: DramTier,
-        namespaces: Namespaces,
         shared: SharedTier | None,
         publisher: Publisher,
         link: DirectoryLink,
         config: FleetConfig,
+        executor: Executor,
     ) -> None:
         self._dram = dram
-        self._namespaces = namespaces
         self._shared = shared
         self._publisher = publisher
         self._link = link
+        self._executor = executor
         # What is in transfer cannot be evicted: only a part of the arena is at a time.
         self._batch_bytes = min(_BATCH_BYTES, dram.arena.capacity_bytes // _BATCH_PART)
         self._moved = asyncio.Event()
-        self._places = asyncio.Semaphore(config.save_inflight_max)
+        self._places = {kind: asyncio.Semaphore(config.save_inflight_max) for kind in ("save", "demote")}
         self._wake = asyncio.Event()
         self._heartbeat_s = config.heartbeat_s
+        self._pause_s = 0.0
+        self._bad_until = 0.0
+        self._late: set[asyncio.Future[bool]] = set()
         self.on_moved: Callable[[], None] = lambda: None
         self.problem = ""
         self.works = asyncio.Event()
-        self._tried = asyncio.Event()
         self.saved_blocks = 0
         self.failures = 0
 
@@ -80,7 +85,6 @@ class Saver:
         if self._shared is None:
             return
         await self._try_out(self._shared)
-        pause_s = 0.0
         while True:
             transfers = self._dram.placement.next_saves(self._batch_bytes)
             if not transfers:
@@ -89,37 +93,47 @@ class Saver:
                     await within(self._heartbeat_s, self._wake.wait())
                 self._wake.clear()
                 continue
-            failures = self.failures
-            known = await self._known(transfers)
+            try:
+                known = await self._known(transfers)
+            except BaseException:
+                for transfer in transfers:
+                    self._complete(transfer, ok=False)
+                raise
             for transfer in transfers:
                 if record_id(transfer.key, transfer.shard) in known:
                     self._complete(transfer, ok=True)
             await self.move([t for t in transfers if record_id(t.key, t.shard) not in known])
-            pause_s = min(_PAUSE_MAX_S, max(_PAUSE_S, 2 * pause_s)) if self.failures > failures else 0.0
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(max(0.0, self._bad_until - time.monotonic()))
 
     async def _try_out(self, shared: SharedTier) -> None:
         """Check the shared tier until it works, so that `status` can say what is wrong with it."""
-        pause_s = _PAUSE_S
         while not self.works.is_set():
             try:
-                await asyncio.to_thread(shared.check)
-                self.problem = ""
+                await settle(self._executor, shared.check)
+                self._good()
                 self.works.set()
             except TierError as error:
-                self.problem = str(error)
-                _log.warning("the shared tier does not work, next try in %.0f s: %s", pause_s, error)
-                self._tried.set()
-                await asyncio.sleep(pause_s)
-                pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
-        self._tried.set()
+                self._bad(error)
+                _log.warning("the shared tier does not work, next try in %.0f s: %s", self._pause_s, error)
+                await asyncio.sleep(self._pause_s)
+
+    def _good(self) -> None:
+        self.problem = ""
+        self._pause_s = self._bad_until = 0.0
+
+    def _bad(self, error: object) -> None:
+        """The tier failed: leave it alone for a while, longer each time."""
+        self.problem = str(error)
+        if time.monotonic() >= self._bad_until:
+            self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_S, 2 * self._pause_s))
+            self._bad_until = time.monotonic() + self._pause_s
 
     async def _known(self, transfers: Sequence[Transfer]) -> set[bytes]:
         """Records that another node, or an earlier life of this one, has saved already, as the directory knows."""
         records = b"".join(record_id(transfer.key, transfer.shard) for transfer in transfers)
         try:
             return set(split_records(await self._link.shared_among(records, CALL_TIMEOUT_S)))
-        except DirectoryUnavailableError:
+        except KvFleetError:
             return set()
 
     async def move(self, transfers: Sequence[Transfer]) -> None:
@@ -129,9 +143,7 @@ class Saver:
     async def _move_one(self, transfer: Transfer) -> None:
         ok = False
         try:
-            await self._tried.wait()  # before that its directory may not have been made
-            async with self._places:
-                ok = await self._write(transfer)
+            ok = await (self._demote(transfer) if transfer.kind == "demote" else self._save(transfer))
         finally:
             self._complete(transfer, ok=ok)
 
@@ -140,24 +152,53 @@ class Saver:
         self._moved.set()
         self.on_moved()
 
-    async def _write(self, transfer: Transfer) -> bool:
-        assert self._shared is not None, "no transfers without a tier below"
-        record = self._dram.arena.records.record(transfer.slot)
-        namespace = self._namespaces[record.namespace]
-        view = self._dram.view(transfer.slot, record.length)
-        num_shards = layout_of(namespace).num_shards
-        write = partial(self._shared.write, namespace, num_shards, transfer.key, transfer.shard, view, record.checksum)
-        try:
-            await settle(None, write)
-        except TierError as error:
-            self.failures += 1
-            self.problem = str(error)
-            _log.info("block not saved: %s", error)
+    async def _demote(self, transfer: Transfer) -> bool:
+        """Save a block somebody waits to see gone: for a short time, and not while the tier is known to be bad."""
+        if time.monotonic() < self._bad_until:
             return False
-        self.problem = ""
+        save = asyncio.ensure_future(self._save(transfer))
+        await asyncio.wait({save}, timeout=_DEMOTION_TIMEOUT_S)
+        if save.done():
+            return save.result()
+        save.cancel()
+        self._late.add(save)
+        save.add_done_callback(self._late.discard)
+        self._bad(f"a write took longer than {_DEMOTION_TIMEOUT_S} s")
+        return False
+
+    async def _save(self, transfer: Transfer) -> bool:
+        assert self._shared is not None, "no transfers without a tier below"
+        await self.works.wait()
+        async with self._places[transfer.kind]:
+            record = self._dram.arena.records.record(transfer.slot)
+            if record.key != transfer.key or not record.committed:
+                return False  # dropped while we waited
+            namespace = self._dram.namespaces[record.namespace]
+            num_shards = layout_of(namespace).num_shards
+            view = self._dram.view(transfer.slot, record.length)
+            write = partial(
+                self._shared.write, namespace, num_shards, transfer.key, transfer.shard, view, record.checksum
+            )
+            try:
+                await settle(self._executor, write)
+            except CorruptBlockError as error:
+                _log.warning("block %s in DRAM: %s", transfer.key.hex(), error)
+                if self._dram.arena.records.record(transfer.slot).generation == record.generation:
+                    self._dram.drop(transfer.key)
+                return False
+            except TierError as error:
+                self.failures += 1
+                self._bad(error)
+                _log.info("block not saved: %s", error)
+                return False
+        self._good()
         self.saved_blocks += 1
         self._publisher.shared(record_id(transfer.key, transfer.shard), present=True)
         return True
+
+    async def settle(self) -> None:
+        """Wait for the writes that nobody waits for."""
+        await asyncio.gather(*self._late, return_exceptions=True)
 
     async def drain(self, timeout_s: float) -> int:
         """Save what is unsaved and tell the directory, for at most `timeout_s`. Returns how many blocks are left."""

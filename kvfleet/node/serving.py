@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import BlockKey, split
@@ -12,7 +13,7 @@ from kvfleet.node.admission import Admitter
 from kvfleet.node.dram import DramTier
 from kvfleet.node.messages import FetchRequest, Window, WindowPart
 from kvfleet.node.records import Record
-from kvfleet.node.windows import ByteBudget, plan_windows, stream_share
+from kvfleet.node.windows import ByteBudget, Span, plan_windows, stream_share
 
 __all__ = ["Server"]
 
@@ -46,47 +47,29 @@ class Server:
         )
         timeout_s = min(request.timeout_s, self._config.holder_timeout_s)
         await self._budget.acquire(share.num_bytes, timeout_s)
+        end = ExitStack()
+        end.callback(self._budget.release, share.num_bytes)
+        end.callback(stream.close)
         # A reader that stops asking leaves this generator paused inside Ray: the timer ends the stream for it.
-        end = _Once(lambda: self._budget.release(share.num_bytes), stream.release_all)
-        timer = asyncio.get_running_loop().call_later(request.timeout_s, end)
+        timer = asyncio.get_running_loop().call_later(request.timeout_s, end.close)
         self.streams += 1
         try:
             for spans in plan_windows(sizes, self._config.window_bytes_min, share.window_bytes_max):
-                if end.done:
+                if stream.closed:
                     return
-                parts = []
-                for span in spans:
-                    part = stream.part(span.index, span.start, span.stop)
-                    if part is None:
-                        break
-                    parts.append(part)
-                if not parts:
-                    return
-                yield Window(tuple(parts))
-                self.sent_bytes += sum(len(part.data) for part in parts)
-                end_of_window = spans[-1]
-                whole = end_of_window.stop == sizes[end_of_window.index]
-                stream.release_before(end_of_window.index, whole=whole)
+                parts = stream.parts(spans)
+                if parts:
+                    yield Window(tuple(parts))
+                    self.sent_bytes += sum(len(part.data) for part in parts)
+                    stream.release_copied(parts[-1])
                 if len(parts) < len(spans):
-                    return
+                    break
+            # Ray takes this many windows ahead of the reader: by the last of these it has taken all that hold bytes.
+            for _ in range(self._config.windows_in_flight):
+                yield Window(())
         finally:
             timer.cancel()
-            end()
-
-
-class _Once:
-    """Calls its actions once, however often it is called itself."""
-
-    def __init__(self, *actions: object) -> None:
-        self._actions = actions
-        self.done = False
-
-    def __call__(self) -> None:
-        if not self.done:
-            self.done = True
-            for action in self._actions:
-                assert callable(action)
-                action()
+            end.close()
 
 
 class _Stream:
@@ -98,6 +81,7 @@ class _Stream:
         self._shard = request.shard
         self._keys = split(request.keys)
         self._held: dict[int, BlockKey] = {}
+        self.closed = False
         self.records: list[Record] = []
         for key in self._keys:
             slot = dram.placement.resident(key, self._shard)
@@ -105,8 +89,17 @@ class _Stream:
                 break
             self.records.append(dram.arena.records.record(slot))
 
-    def part(self, index: int, start: int, stop: int) -> WindowPart | None:
-        """Bytes of block `index`; None if it is not here any more."""
+    def parts(self, spans: Sequence[Span]) -> list[WindowPart]:
+        """The bytes of some spans, up to the first block that is not here any more."""
+        parts = []
+        for span in spans:
+            part = self._part(span.index, span.start, span.stop)
+            if part is None:
+                break
+            parts.append(part)
+        return parts
+
+    def _part(self, index: int, start: int, stop: int) -> WindowPart | None:
         record, key = self.records[index], self._keys[index]
         if index not in self._held:
             if self._dram.placement.resident(key, self._shard) != record.slot:
@@ -120,12 +113,14 @@ class _Stream:
         view = self._dram.view(record.slot, record.length)[start:stop]
         return WindowPart(index, start, record.length, record.checksum, view)
 
-    def release_before(self, index: int, *, whole: bool) -> None:
-        """Blocks before `index` are copied, and that one too if it was sent to its end."""
-        self._release([i for i in self._held if i < index or (whole and i == index)])
+    def release_copied(self, last: WindowPart) -> None:
+        """All parts up to this one are copied: blocks before it, and its own if this is its end, may go."""
+        whole = last.start + len(last.data) == last.num_bytes
+        self._release([i for i in self._held if i < last.index or (whole and i == last.index)])
 
-    def release_all(self) -> None:
+    def close(self) -> None:
         """Nothing is on its way any more."""
+        self.closed = True
         self._release(list(self._held))
 
     def _release(self, indexes: list[int]) -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
+from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 
 from kvfleet.config import FleetConfig
-from kvfleet.errors import CorruptBlockError, TierError
+from kvfleet.errors import CorruptBlockError, DeadlineExceededError, TierError
 from kvfleet.node.dram import DramTier, Granted, record_id
 from kvfleet.node.landing import BlockSlots, settle
-from kvfleet.node.messages import Miss
+from kvfleet.node.messages import Miss, Outcome, Source
 from kvfleet.node.namespaces import layout_of
 from kvfleet.node.publishing import Publisher
 from kvfleet.node.shared import SharedTier
 
-__all__ = ["Read", "SharedReads"]
+__all__ = ["SharedReads"]
 
 _log = logging.getLogger(__name__)
 
-Read = asyncio.Task[Miss | None]
+_Read = asyncio.Task[Miss | None]
 """Ends with the block in the arena, visible and held once, or with the reason of a miss."""
 
 
@@ -36,20 +38,63 @@ class SharedReads:
         self._dram = dram
         self._publisher = publisher
         self._executor = executor
+        self._inflight_max = config.load_inflight_max
         self._places = asyncio.Semaphore(config.load_inflight_max)
         self._adopted: set[asyncio.Task[None]] = set()
 
-    def start(self, slots: BlockSlots, index: int, granted: Granted) -> Read:
-        """Read block `index` of a load into its slot."""
-        return asyncio.create_task(self._read(slots, index, granted))
+    async def bring(self, slots: BlockSlots, first: int, stop: int) -> AsyncGenerator[Outcome, None]:
+        """Read blocks [first, stop) of a load into the arena, several at once.
 
-    def adopt(self, slots: BlockSlots, index: int, read: Read) -> None:
+        Yields:
+            What became of each, in order, up to the first miss. A block with `Source.SHARED` is here, and held until
+            the next one is asked for; one with `Source.DRAM` is here by another's hand, or being written.
+
+        Raises:
+            DeadlineExceededError: no room in time.
+        """
+        reads: deque[tuple[int, _Read]] = deque()
+        index = first
+        try:
+            for due in range(first, stop):
+                while index < stop and len(reads) < self._inflight_max:
+                    granted = await self._reserve(slots, index, patient=not reads)
+                    if granted is None:
+                        break
+                    reads.append((index, asyncio.create_task(self._read(slots, index, granted))))
+                    index += 1
+                if not reads:
+                    index += 1
+                    yield Source.DRAM
+                    continue
+                miss = await asyncio.shield(reads[0][1])
+                reads.popleft()
+                if miss is not None:
+                    yield miss
+                    return
+                try:
+                    yield Source.SHARED
+                finally:
+                    slots.release(due)
+        finally:
+            # Reads under way go on by themselves: their threads still write to their slots.
+            for abandoned, read in reads:
+                self._adopt(slots, abandoned, read)
+
+    async def _reserve(self, slots: BlockSlots, index: int, *, patient: bool) -> Granted | None:
+        try:
+            return await slots.reserve(index, patient=patient)
+        except DeadlineExceededError:
+            if patient:
+                raise
+            return None
+
+    def _adopt(self, slots: BlockSlots, index: int, read: _Read) -> None:
         """Let a read end without its load."""
         task = asyncio.create_task(self._see_off(slots, index, read))
         self._adopted.add(task)
         task.add_done_callback(self._adopted.discard)
 
-    async def _see_off(self, slots: BlockSlots, index: int, read: Read) -> None:
+    async def _see_off(self, slots: BlockSlots, index: int, read: _Read) -> None:
         if await read is None:
             slots.release(index)
 
@@ -59,10 +104,10 @@ class SharedReads:
 
     async def _read(self, slots: BlockSlots, index: int, granted: Granted) -> Miss | None:
         request, key = slots.request, slots.keys[index]
-        record, view = record_id(key, request.shard), slots.view(granted)
-        num_shards = layout_of(request.namespace).num_shards
+        record = record_id(key, request.shard)
         checksum: int | None = None
         try:
+            num_shards, view = layout_of(request.namespace).num_shards, slots.view(granted)
             async with self._places:
                 checksum = await settle(
                     self._executor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +118,10 @@ def remove_home(home: NodeHome) -> None:
 
 
 def _next_epoch(directory: Path) -> int:
+    """Larger than any before: also after the file was lost, unless the clock was set back as well."""
     path = directory / "epoch"
-    epoch = int(path.read_text()) + 1 if path.exists() else 1
+    stored = int(path.read_text()) if path.exists() else 0
+    epoch = max(stored + 1, time.time_ns() // 1_000_000)
     partial = path.with_suffix(".partial")
     partial.write_text(str(epoch))
     partial.replace(path)

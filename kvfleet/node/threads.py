@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
 __all__ = ["TimedThreads"]
@@ -19,7 +20,8 @@ class TimedThreads:
     A pool would not do: its threads are joined at exit, and one that hangs in a dead mount would keep the process.
     """
 
-    def __init__(self, threads_max: int) -> None:
+    def __init__(self, threads_max: int, name: str = "kvfleet-shared") -> None:
+        self._name = name
         self._free = threading.BoundedSemaphore(threads_max)
 
     def run(self, function: Callable[[], _T], timeout_s: float) -> _T:
@@ -37,5 +39,10 @@ class TimedThreads:
             finally:
                 self._free.release()
 
-        threading.Thread(target=work, name="kvfleet-shared", daemon=True).start()
-        return future.result(max(0.0, deadline - time.monotonic()))
+        threading.Thread(target=work, name=self._name, daemon=True).start()
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError as error:  # before Python 3.11 not the built-in one
+            if future.done():
+                raise
+            raise TimeoutError from error

@@ -83,6 +83,7 @@ class ObjectStoreTransport(Transport):
         self._budget = budget
         self._holder_timeout_s = holder_timeout_s
         self._windows_in_flight = windows_in_flight
+        self._managers: dict[NodeId, Any] = {}
 
     @override
     async def fetch(self, node: NodeId, request: FetchRequest, total_bytes: int) -> AsyncGenerator[Window, None]:
@@ -92,7 +93,9 @@ class ObjectStoreTransport(Transport):
         )
         await self._budget.acquire(share.num_bytes, request.timeout_s)
         try:
-            manager = await patience.wait(asyncio.to_thread(self._resolve, node))
+            manager = self._managers.pop(node, None)  # kept again if all goes well
+            if manager is None:
+                manager = await patience.wait(asyncio.to_thread(self._resolve, node))
             method = manager.fetch.options(
                 num_returns="streaming", _generator_backpressure_num_objects=self._windows_in_flight
             )
@@ -101,8 +104,10 @@ class ObjectStoreTransport(Transport):
             )
             async with aclosing(_read_ahead(method.remote(request), patience)) as windows:
                 async for window in windows:
-                    yield window
+                    if window.parts:
+                        yield window
                     del window
+            self._managers[node] = manager
         finally:
             self._budget.release(share.num_bytes)
 

@@ -13,7 +13,6 @@ from kvfleet.node.admission import Admitter
 from kvfleet.node.arenadir import FileLock
 from kvfleet.node.dram import DramTier, Incoming
 from kvfleet.node.messages import CommitReply, CommitRequest, ReserveReply, ReserveRequest
-from kvfleet.node.namespaces import Namespaces
 from kvfleet.node.publishing import CALL_TIMEOUT_S, Publisher
 from kvfleet.node.saving import Saver
 
@@ -26,11 +25,8 @@ _FILE_AGE_S = 60.0  # a client may need that long between making its lock file a
 class Writers:
     """Stores of one node's clients. Threads: the manager's event loop."""
 
-    def __init__(
-        self, dram: DramTier, namespaces: Namespaces, admitter: Admitter, saver: Saver, publisher: Publisher
-    ) -> None:
+    def __init__(self, dram: DramTier, admitter: Admitter, saver: Saver, publisher: Publisher) -> None:
         self._dram = dram
-        self._namespaces = namespaces
         self._admitter = admitter
         self._saver = saver
         self._publisher = publisher
@@ -54,8 +50,7 @@ class Writers:
             Incoming(NewBlock(key, request.shard, parent, request.num_bytes), request.depth + i)
             for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
         ]
-        namespace = self._namespaces.index(request.namespace)
-        got = await self._admitter.reserve(blocks, namespace, client, request.timeout_s, patient=False)
+        got = await self._admitter.reserve(blocks, request.namespace, client, request.timeout_s, patient=False)
         self._publisher.wake()
         if self._sequences[client] != sequence:
             for granted in got.granted:

@@ -15,7 +15,8 @@ import pytest
 import ray
 
 import kvfleet
-from kvfleet import ConfigError
+from kvfleet import ConfigError, KvFleetError
+from kvfleet.calls import ManagerCalls
 from kvfleet.node.messages import Source
 from tests.cluster.engine_process import (
     BLOCK_BYTES,
@@ -148,10 +149,9 @@ def test_start_joins_connect_joins_and_others_are_refused(fleet, make_fleet):
 def test_up_starts_all_managers_and_fleets_do_not_see_each_other(fleet, engine, make_fleet, engine_here):
     second = make_fleet()
     assert [node.node_id for node in second.status().nodes] == [here()]
-    for _ in range(2):
-        status = second.up()
-        assert {node.node_id for node in status.nodes} == {here(), elsewhere()}
-        assert [node.epoch for node in status.nodes] == [1, 1]
+    epochs = [{node.node_id: node.epoch for node in second.up().nodes} for _ in range(2)]
+    assert epochs[0].keys() == {here(), elsewhere()}
+    assert epochs[0] == epochs[1]
     seed = new_seed()
     engine.store(seed, 4)
     assert engine_here(second).lookup(seed, 4).num_blocks == 0
@@ -214,6 +214,24 @@ def test_a_stopped_fleet_stays_stopped_and_clients_find_the_next(make_fleet, eng
     assert (other.load(3, 4).num_blocks, other.load(3, 4).num_blocks) == (0, 4)
     assert other.store(4, 4).stored == 4
     assert {node.capacity_bytes for node in fleet.status().nodes} == {32 * MIB}
+
+
+def test_a_client_that_comes_while_the_fleet_stops_starts_no_manager(make_fleet, monkeypatch):
+    fleet, gather, late = make_fleet(name="stopping"), kvfleet.fleet._gather, []
+
+    def gather_and_attach(calls: list[Any], timeout_s: float) -> list[Any]:
+        answers: list[Any] = gather(calls, timeout_s)
+        try:
+            late.append(ManagerCalls(fleet.config, elsewhere()).attach(10.0).problem)
+        except KvFleetError as error:
+            late.append(str(error))
+        return answers
+
+    monkeypatch.setattr("kvfleet.fleet._gather", gather_and_attach)
+    fleet.stop()
+    assert late[0] == ""  # while blocks are saved the fleet still lives
+    assert "no fleet" in late[1]
+    assert fleet_actors("stopping") == {}
 
 
 def test_the_shared_tier_outlives_the_fleet(make_fleet, engine_here, tmp_path):

@@ -1,8 +1,10 @@
 """What a fleet does when all is well: which calls it makes, where bytes come from, what fits into an arena."""
 
+import asyncio
 import dataclasses
 import re
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,8 +13,8 @@ import pytest
 
 from kvfleet.config import KIB, MIB
 from kvfleet.core.block import split
-from kvfleet.node.messages import Miss, Source
-from tests.rig import Rig
+from kvfleet.node.messages import LoadProgress, Miss, Source
+from tests.rig import Rig, after
 from tests.workload import block, empty, fetch_request, kv, load, load_request, model, prompt, store
 
 SPEC = model()
@@ -318,6 +320,17 @@ def test_a_load_waits_for_a_client_that_is_writing_the_block(arena_root):
         assert task.wait(10).stored == 8
 
 
+def test_a_finished_store_lets_go_of_its_source(arena_root, wait_for_condition):
+    with Rig(arena_root) as rig:
+        client, tokens = rig.client(SPEC), prompt(2)
+        source = kv(SPEC, tokens)
+        alive = weakref.ref(source)
+        task = client.store(tokens, source)
+        assert task.wait(10).stored == 2
+        del source
+        wait_for_condition(lambda: alive() is None, "the source is free", 5)
+
+
 def test_a_store_larger_than_the_arena_keeps_its_head(arena_root):
     with Rig(arena_root, dram_bytes=MIB) as rig:
         client, tokens = rig.client(SPEC), prompt(40)
@@ -366,6 +379,56 @@ def test_a_block_evicted_since_the_lookup_is_brought_again_if_anyone_has_it(aren
         assert (got, got.outcomes[0]) == (0, Miss.ABSENT)
 
 
+def test_blocks_evicted_since_the_lookup_come_from_another_holder(arena_root):
+    with Rig(arena_root, 2) as rig:
+        client, other, tokens = rig.client(SPEC), rig.client(SPEC, 1), prompt(8)
+        store(client, tokens)
+        store(other, prompt(10))
+        hit = client.lookup(prompt(10))
+        assert [(run.local, len(run.nodes)) for run in hit.runs] == [(True, 0), (False, 1)]
+
+        async def drop():
+            for key in split(SPEC.keys(tokens))[2:]:
+                rig.part(0).dram.drop(key)
+
+        rig.run(drop())
+        target = empty(SPEC, 10)
+        calls = calls_during(rig, lambda: client.load(hit, target))
+        assert np.array_equal(target, kv(SPEC, prompt(10)))
+        assert client.stats().blocks == {Source.DRAM: 2, Source.PEER: 8}
+        assert calls["directory.locate"] == 1
+
+
+def test_a_load_holds_blocks_until_its_client_has_copied_them_and_no_longer(arena_root, wait_for_condition):
+    """Ray resumes a stream when its reader takes an item, which is before it has copied the blocks in it."""
+    go_on = threading.Event()
+
+    async def gate():
+        assert await asyncio.to_thread(go_on.wait, 20)
+
+    with Rig(arena_root, 2, **SMALL_WINDOWS) as rig:
+        tokens = prompt(6)
+        store(rig.client(SPEC), tokens)
+        rig.faults["0.window"] = after(1, gate)
+        stream = rig.part(1).loader.load(load_request(rig.client(SPEC, 1), tokens, 20.0))
+        holds = rig.part(1).dram.placement._holds
+        num_blocks = len(rig.run(anext(stream)).outcomes)
+        assert 0 < num_blocks < 6
+        assert rig.run(anext(stream)) == LoadProgress(())
+        assert holds  # the client copies
+        step = rig.begin(anext(stream))
+        wait_for_condition(lambda: not holds, "the client has copied, and the load waits for more", 5)
+        assert not step.done()
+        go_on.set()
+        while num_blocks < 6:
+            num_blocks += len(step.result(20).outcomes)
+            step = rig.begin(anext(stream))
+        assert step.result(20) == LoadProgress(())
+        assert holds
+        assert rig.run(anext(stream, None)) is None
+        assert not holds
+
+
 def test_a_reader_gone_for_good_holds_nothing_beyond_its_deadline(arena_root, wait_for_condition):
     with Rig(arena_root, 2, **SMALL_WINDOWS) as rig:
         tokens = prompt(24)
@@ -380,6 +443,6 @@ def test_a_reader_gone_for_good_holds_nothing_beyond_its_deadline(arena_root, wa
             assert rig.run(anext(stream))
         assert rig.part(0).server._budget.taken_bytes > 0
         wait_for_condition(lambda: not rig.part(0).server._budget.taken_bytes, "the holder's budget is free")
-        wait_for_condition(lambda: not rig.part(1).dram._holds and not rig.part(0).dram._holds, "nothing is held")
+        wait_for_condition(lambda: not any(rig.part(n).dram.placement._holds for n in (0, 1)), "nothing is held")
         for stream in streams:
             rig.run(stream.aclose())

@@ -1,5 +1,6 @@
 """A fleet under faults: right bytes or a counted miss, within the deadline, and nothing left over."""
 
+import os
 import threading
 import time
 from collections import Counter
@@ -31,9 +32,9 @@ HANG_S = 8.0  # what nobody may wait for, however busy the machine
 @pytest.fixture(autouse=True)
 def _impatient_managers(monkeypatch):
     """Managers give the directory up sooner than they would."""
-    monkeypatch.setattr("kvfleet.node.publishing.CALL_TIMEOUT_S", 0.3)
+    for module in ("publishing", "saving", "writers"):
+        monkeypatch.setattr(f"kvfleet.node.{module}.CALL_TIMEOUT_S", 0.3)
     monkeypatch.setattr("kvfleet.node.publishing._RETRY_S", 0.05)
-    monkeypatch.setattr("kvfleet.node.manager.CALL_TIMEOUT_S", 0.3)
 
 
 @contextmanager
@@ -209,6 +210,19 @@ def test_a_holder_with_other_bytes_is_passed_over(arena_root):
         arena.slot_view(record.offset, record.length)[77] ^= 1
 
 
+def test_when_the_named_holders_fail_the_directory_is_asked_once_more(arena_root):
+    with Rig(arena_root, 3, **QUICK) as rig:
+        reader, tokens = rig.client(SPEC, 2), prompt(6)
+        store(rig.client(SPEC), tokens)
+        hit = reader.lookup(tokens)
+        store(rig.client(SPEC, 1), tokens)
+        asked = rig.calls["directory.locate"]
+        rig.faults["0.window"] = AWAY
+        assert reader.load(hit, empty(SPEC, 6)).outcomes == (Source.PEER,) * 6
+        assert rig.status(1).sent_bytes == 6 * SPEC.layout.block_bytes
+        assert rig.calls["directory.locate"] == asked + 1
+
+
 # --- the directory
 
 
@@ -261,6 +275,63 @@ def test_without_a_manager_nothing_is_found_and_nothing_hangs(arena_root, kind, 
         assert (result.stored, result.dropped) == (0, 5)
         rig.faults.clear()
         wait_for_condition(lambda: load(reader, tokens) == 80, "the client asks again after a pause")
+
+
+def test_a_lookup_does_not_wait_for_a_store_that_waits_for_the_manager(arena_root, wait_for_condition):
+    with Rig(arena_root, 1, **{**QUICK, "attach_timeout_s": 60.0, "store_timeout_s": 60.0}) as rig:
+        client, tokens = rig.client(SPEC), prompt(2)
+        rig.faults["0.attach"] = hanging
+        task = client.store(tokens, kv(SPEC, tokens))
+        wait_for_condition(lambda: rig.calls["0.attach"], "the store has asked for the arena")
+        with soon():
+            for _ in range(30):
+                assert client.lookup(tokens).fault is Miss.MANAGER_UNAVAILABLE
+            client.close(0.1)
+            client._node.close(0.1)
+        assert not task.done
+
+
+def test_a_short_deadline_bounds_the_attaching_too(arena_root):
+    with Rig(arena_root, 2, **{**QUICK, "lookup_timeout_s": 60.0}) as rig:
+        tokens = prompt(2)
+        store(rig.client(SPEC, 1), tokens)
+        hit = rig.client(SPEC, 1).lookup(tokens)
+        rig.faults["0.attach"] = hanging
+        with soon():
+            assert rig.client(SPEC).load(hit, empty(SPEC, 2), 0.1).miss is Miss.MANAGER_UNAVAILABLE
+
+
+def test_a_node_without_a_manager_is_logged_once_in_a_while(arena_root, caplog, monkeypatch):
+    with Rig(arena_root, 1, **QUICK) as rig:
+        client = rig.client(SPEC)
+        rig.faults["0.attach"] = AWAY
+        for _ in range(50):
+            client.lookup(prompt(2))
+        assert [record.levelname for record in caplog.records if record.name == "kvfleet.client"] == ["WARNING"]
+        client._warn_at = 0.0  # some time later
+        client.lookup(prompt(2))
+        assert len([record for record in caplog.records if record.name == "kvfleet.client"]) == 2
+
+
+def test_a_load_whose_stream_just_ends_is_a_counted_miss(arena_root, monkeypatch):
+    with Rig(arena_root, 2, **QUICK) as rig:
+        reader, tokens = rig.client(SPEC, 1), prompt(3)
+        store(rig.client(SPEC), tokens)
+        hit = reader.lookup(tokens)
+        monkeypatch.setattr(reader._manager, "load", lambda request: (step for step in ()))
+        got = reader.load(hit, empty(SPEC, 3))
+        assert got.outcomes == (Miss.MANAGER_UNAVAILABLE, Miss.BEHIND_MISS, Miss.BEHIND_MISS)
+
+
+def test_a_forked_child_drops_its_stores(arena_root, monkeypatch):
+    with Rig(arena_root) as rig:
+        client, tokens = rig.client(SPEC), prompt(2)
+        store(client, tokens)
+        pid = os.getpid()
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", lambda: pid + 1)
+            result = client.store(tokens, kv(SPEC, tokens)).wait(5)
+        assert (result.dropped, result.published, result.reason) == (2, False, "forked")
 
 
 def test_local_blocks_are_read_while_the_manager_is_away(arena_root):
@@ -364,6 +435,18 @@ def test_an_object_with_another_blocks_bytes_is_a_miss(arena_root):
     with shared_only(arena_root, prompt(8)) as (_, (client,), files):
         files[3].write_bytes(files[4].read_bytes())
         assert load(client, prompt(8)).outcomes[:4] == (*(Source.SHARED,) * 3, Miss.CORRUPT)
+
+
+def test_a_layout_that_cannot_be_read_costs_no_slot(arena_root, monkeypatch):
+    def refuse(namespace):
+        raise ValueError("no layout")
+
+    with shared_only(arena_root, prompt(3)) as (rig, (client,), _):
+        with monkeypatch.context() as patch:
+            patch.setattr("kvfleet.node.sharedreads.layout_of", refuse)
+            assert load(client, prompt(3)).miss is Miss.UNREACHABLE
+        assert rig.status(0).reserved_blocks == rig.status(0).used_bytes == 0
+        assert load(client, prompt(3)) == 48
 
 
 def test_a_shared_tier_that_hangs_or_fails_is_a_counted_miss(arena_root, monkeypatch):

@@ -186,16 +186,11 @@ class PlacementMachine(RuleBasedStateMachine):
     # --- the tier below
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), present=st.booleans())
-    def news_from_below(self, data: Any, present: bool) -> None:
+    @rule(data=st.data())
+    def news_from_below(self, data: Any) -> None:
         key, shard = self.pick(data)
-        held = self.model[key, shard]
-        if present:
-            self.placement.saved(key, shard)
-        else:
-            self.placement.unsaved(key, shard)
-            held.given_up = False
-        held.saved = present
+        self.placement.saved(key, shard)
+        self.model[key, shard].saved = True
 
     @rule(max_bytes=st.integers(1, 12 * MIB))
     def save(self, max_bytes: int) -> None:

@@ -71,19 +71,17 @@ def test_locate_gives_runs_up_to_the_first_miss() -> None:
     assert directory.locate(keys(4, 5), 0, 1) == []
 
 
-def test_what_only_the_asker_or_the_shared_tier_has() -> None:
+def test_what_only_the_shared_tier_has() -> None:
     directory = directory_with(a=records(1, 2), b=records(2))
     directory.apply(Delta(B, 1, 1, shared_added=records(3)))
-    assert directory.locate(keys(1, 2), 0, 1, exclude=A) == []
-    assert directory.locate(keys(2, 3), 0, 1, exclude=A) == [Run(0, 1, (B,), False), Run(1, 2, (), True)]
-    assert directory.locate(keys(2), 0, 1, exclude=C) == [Run(0, 1, (A, B), False)]
+    assert directory.locate(keys(2, 3), 0, 1) == [Run(0, 1, (A, B), False), Run(1, 2, (), True)]
+    assert directory.shared_among(records(1, 3)) == records(3)
 
 
 def test_a_block_counts_only_with_all_its_shards() -> None:
     directory = directory_with(a=records(1, 2), b=records(1, shard=1))
     assert directory.locate(keys(1, 2), 0, 2) == [Run(0, 1, (A,), False)]
     assert directory.locate(keys(1, 2), 1, 2) == [Run(0, 1, (B,), False)]
-    assert directory.locate(keys(1), 0, 2, exclude=B) == [Run(0, 1, (A,), False)]
     directory.apply(Delta(A, 1, 1, shared_added=records(2, shard=1)))
     assert directory.locate(keys(1, 2), 0, 2) == [Run(0, 2, (A,), False)]
     assert directory.locate(keys(1, 2), 0, 3) == []

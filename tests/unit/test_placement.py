@@ -341,15 +341,14 @@ def test_write_behind_takes_the_longest_committed_first() -> None:
     assert node.placement.audit() == []
 
 
-def test_write_behind_tries_again_but_not_for_ever() -> None:
+def test_write_behind_tries_again_as_long_as_it_takes() -> None:
     node = Node(2, lower_tier=True)
-    node.store([1])
-    for _ in range(3):
+    node.store([1, 2])
+    for turn in range(20):
         [transfer] = node.placement.next_saves(MIB)
+        assert transfer.key == block_key(1 + turn % 2), "each in its turn"
         node.placement.complete(transfer, ok=False)
-    assert node.placement.next_saves(MIB) == []
-    assert node.placement.num_unsaved == 0
-    node.placement.unsaved(block_key(1), 0)
+        assert node.placement.num_unsaved == 2
     [transfer] = node.placement.next_saves(MIB)
     node.placement.complete(transfer, ok=True)
     assert node.placement.saved_records() == [(block_key(1), 0)]
@@ -362,14 +361,11 @@ def test_what_came_from_below_is_not_saved_again() -> None:
     node.placement.saved(block_key(1), 0)
     node.placement.commit(block_key(1), 0, 1.0)
     assert node.placement.next_saves(MIB) == []
-    node.placement.unsaved(block_key(1), 0)
-    assert len(node.placement.next_saves(MIB)) == 1
 
 
 def test_news_of_strangers_is_ignored() -> None:
     node = Node(2, lower_tier=True)
     node.placement.saved(block_key(1), 0)
-    node.placement.unsaved(block_key(1), 0)
     assert node.placement.num_unsaved == 0
 
 
@@ -394,6 +390,31 @@ def test_the_end_of_a_dropped_blocks_transfer_is_void() -> None:
     assert node.placement.in_transfer == 1
     node.placement.complete(fresh, ok=True)
     assert node.placement.saved_records() == [(block_key(1), 0)]
+    assert node.placement.audit() == []
+
+
+def test_a_block_given_up_is_saved_all_the_same_once_that_works() -> None:
+    node = Node(1, lower_tier=True)
+    node.store([1])
+    [demotion] = node.ask([11]).transfers
+    node.placement.complete(demotion, ok=False)
+    assert node.placement.num_unsaved == 1
+    [transfer] = node.placement.next_saves(MIB)
+    node.placement.complete(transfer, ok=True)
+    assert node.placement.saved_records() == [(block_key(1), 0)]
+
+
+def test_the_deepest_block_that_nobody_holds_gives_way() -> None:
+    node = Node(3)
+    node.store([1, 2, 3])
+    node.placement.hold(block_key(3))
+    admission = node.ask([4], parent=3)
+    assert (admission.grants, admission.evicted) == ([], [])
+    assert [number_of(gone.key) for gone in node.placement.give_way(MIB)] == [2]
+    assert node.placement.counters.evicted == 1
+    assert len(node.ask([4], parent=3).grants) == 1
+    assert [number_of(gone.key) for gone in node.placement.give_way(MIB)] == [1]
+    assert node.placement.give_way(MIB) == []
     assert node.placement.audit() == []
 
 
