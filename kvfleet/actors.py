@@ -169,8 +169,8 @@ class _DirectoryLink(DirectoryLink):
         return await self._call("shared_among", timeout_s, records)  # type: ignore[no-any-return]
 
     @override
-    async def listed(self, node: NodeId, timeout_s: float) -> None:
-        await self._call("listed", timeout_s, node)
+    async def listed(self, node: NodeId, life: int, timeout_s: float) -> bool:
+        return await self._call("listed", timeout_s, node, life)  # type: ignore[no-any-return]
 
     @override
     async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:

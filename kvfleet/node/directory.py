@@ -47,6 +47,7 @@ class DirectoryService:
         self._config = config
         self._live_nodes = live_nodes
         self._directory = Directory(config.directory_keys_max)
+        self._life = time.time_ns()
         self._listed = config.shared_url is None
         self._lister: NodeId | None = None
         self._lister_until = 0.0
@@ -68,16 +69,19 @@ class DirectoryService:
 
     async def apply(self, delta: Delta) -> DeltaReply:
         """A manager's changes."""
-        return DeltaReply(self._directory.apply(delta), self._choose_lister(delta.node))
+        return DeltaReply(self._directory.apply(delta), self._life, self._choose_lister(delta.node))
 
     async def inventory(self, page: InventoryPage) -> Applied:
         """A page of what a manager holds."""
         return self._directory.inventory(page)
 
-    async def listed(self, node: NodeId) -> None:
-        """A node has reported all of the shared tier."""
+    async def listed(self, node: NodeId, life: int) -> bool:
+        """A node has reported all of the shared tier. False: not to this directory, but to one before it."""
+        if life != self._life:
+            return False
         if node == self._lister:
             self._lister, self._listed = None, True
+        return True
 
     async def status(self) -> DirectoryStatus:
         """Sizes and progress."""

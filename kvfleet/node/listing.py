@@ -25,13 +25,14 @@ async def list_shared(
     pause_s = config.heartbeat_s
     while True:
         try:
-            started, count = time.monotonic(), 0
+            started, count, life = time.monotonic(), 0, publisher.directory_life
             pages = shared.list(config.listing_records_max)
             while (page := await asyncio.to_thread(next, pages, None)) is not None:
                 count += publisher.shared_page(page)
                 if not await publisher.flush(config.shared_timeout_s):
                     raise DirectoryUnavailableError("it was told of a part only")
-            await link.listed(node, config.shared_timeout_s)
+            if not await link.listed(node, life, config.shared_timeout_s):
+                raise DirectoryUnavailableError("it started again meanwhile")
         except KvFleetError as error:
             _log.warning("shared tier not listed, next try in %.0f s: %s", pause_s, error)
             await asyncio.sleep(pause_s)

@@ -28,9 +28,15 @@ _SHARED_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class DeltaReply:
-    """The directory's answer. `list_shared`: this node is asked to list the shared tier."""
+    """The directory's answer.
+
+    Attributes:
+        life: of the directory: another number each time it starts, empty.
+        list_shared: this node is asked to list the shared tier.
+    """
 
     applied: Applied
+    life: int
     list_shared: bool = False
 
 
@@ -46,7 +52,7 @@ class DirectoryLink(Protocol):
     async def shared_among(self, records: bytes, timeout_s: float) -> bytes:
         """See `DirectoryService.shared_among`."""
 
-    async def listed(self, node: NodeId, timeout_s: float) -> None:
+    async def listed(self, node: NodeId, life: int, timeout_s: float) -> bool:
         """See `DirectoryService.listed`."""
 
     async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
@@ -103,6 +109,7 @@ class Publisher:
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()  # somebody waits for the directory
         self._waiters: list[asyncio.Future[None]] = []
+        self.directory_life = 0  # of the directory that answered last
         self.resyncs = 0
         self.unsaid = 0  # what was not kept for a directory that is away; the next listing says it
 
@@ -180,6 +187,7 @@ class Publisher:
             again = self._unacked is not None
             self._unacked = self._unacked or self._next_delta()
             reply = await self._link.apply(self._unacked, CALL_TIMEOUT_S)
+            self.directory_life = reply.life
             if reply.list_shared:
                 self._on_list_shared()
             if reply.applied is Applied.OK:
