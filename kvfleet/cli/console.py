@@ -44,8 +44,11 @@ def plain_errors() -> Iterator[None]:
         yield
     except KvFleetError as error:
         problem = str(error)
-    except ConnectionError:
-        problem = "no Ray cluster is running here: start one with `ray start --head`, or give --address"
+    except ConnectionError as error:
+        problem = (
+            f"no Ray cluster lets us in: {str(error).splitlines()[0]}. Start one with `ray start --head`, or give "
+            "--address; for one with token authentication, Ray's default, set RAY_AUTH_MODE=token"
+        )
     else:
         return
     Console(stderr=True).print(f"[red]kvfleet:[/red] {problem}", highlight=False, soft_wrap=True)

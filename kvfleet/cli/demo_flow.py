@@ -139,14 +139,14 @@ class Demo:
             ]
             self._evict(cluster, plan)
             rows.append(self._ask(cluster, plan, last, "evicted", "again, after the eviction"))
-            self._stop(fleet, stack)
+            self._stop(fleet, stack, left="only the shared storage")
         with contextlib.ExitStack() as stack:
             cluster = self._start_cluster(stack)
             fleet = self._start_fleet(plan)
             with self._screen.step("Listing the shared storage"):
                 fleet.wait_for_shared(_LISTING_TIMEOUT_S)
             rows.append(self._ask(cluster, plan, 0, "restarted", "again, after the restart"))
-            self._stop(fleet, stack)
+            self._stop(fleet, stack, left="nothing")
         self._screen.conclude(self._question, len(plan.prompt), rows)
         return rows
 
@@ -242,8 +242,8 @@ class Demo:
         if left:
             self._screen.note(f"{_count(left, 'block')} of the document could not be evicted")
 
-    def _stop(self, fleet: kvfleet.Fleet, cluster: contextlib.ExitStack) -> None:
-        with self._screen.step("Stopping the fleet and Ray: only the shared storage stays"):
+    def _stop(self, fleet: kvfleet.Fleet, cluster: contextlib.ExitStack, *, left: str) -> None:
+        with self._screen.step(f"Stopping the fleet and Ray: {left} stays"):
             unsaved = fleet.stop()
             cluster.close()
         if unsaved:

@@ -19,7 +19,11 @@ def up(
     address: Address = "auto",
     dram_bytes: Annotated[
         int | None,
-        typer.Option(parser=parse_bytes, metavar="SIZE", help="Of each node's arena, like 48GiB. Default: see README."),
+        typer.Option(
+            parser=parse_bytes,
+            metavar="SIZE",
+            help="Of each node's arena, like 48GiB. Default: 4GiB, or half of what is free if that is less.",
+        ),
     ] = None,
     arena_root: Annotated[str, typer.Option(help="Where arenas live.")] = FleetConfig().arena_root,
     shared: Annotated[
@@ -27,10 +31,10 @@ def up(
     ] = None,
 ) -> None:
     """Start a fleet on every node of a running Ray cluster. Nodes that have their manager keep it."""
-    config = FleetConfig(name=name, dram_bytes=dram_bytes, arena_root=arena_root, shared_url=shared)
     with plain_errors():
         import kvfleet
 
+        config = FleetConfig(name=name, dram_bytes=dram_bytes, arena_root=arena_root, shared_url=shared)
         fleet = kvfleet.start(config, address=address)
         Console().print(nodes_table(fleet.up()))
 

@@ -38,4 +38,6 @@ def quick_start() -> str:
 
 
 def test_readme_quick_start(environment):
-    subprocess.run([sys.executable, "-c", quick_start()], env=environment, check=True, timeout=120)
+    command = [sys.executable, "-c", quick_start()]
+    done = subprocess.run(command, env=environment, check=True, timeout=120, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.strip().endswith("48 tokens loaded, bit for bit: True")

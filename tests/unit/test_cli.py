@@ -50,7 +50,7 @@ def test_sizes_are_shown(num_bytes, text):
     ("error", "line"),
     [
         (ConfigError("name", "no fleet 'x' is running here"), "kvfleet: name: no fleet 'x' is running here\n"),
-        (ConnectionError("ray's own text"), "kvfleet: no Ray cluster is running here"),
+        (ConnectionError("ray's own text"), "kvfleet: no Ray cluster lets us in: ray's own text. Start one with"),
     ],
 )
 def test_errors_become_one_line(capsys, error, line):
