@@ -161,8 +161,8 @@ class Rig:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        for stream in tuple(self._streams[number]):
-            await stream.aclose()
+        while self._streams[number]:
+            await self._streams[number].pop().aclose()
         node._stop_populating.set()
         node.home.lock.release()
         self._dying.discard(number)
@@ -279,8 +279,9 @@ class Rig:
             while (message := await self._living(number, next_message(), abandon=False)) is not None:
                 yield message
         finally:
-            streams.discard(stream)
-            await stream.aclose()
+            if stream in streams:  # else the manager's death closes it
+                streams.remove(stream)
+                await stream.aclose()
 
     def ask(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float) -> Any:
         """A client's call, which stops waiting after a time."""

@@ -127,12 +127,18 @@ class TierManager:
         except Exception as error:  # noqa: BLE001  an actor whose constructor fails on a restart is dead for good
             _log.exception("no arena on this node")
             self._problem = f"unexpected: {error!r}"
-        else:
-            return
-        if home is not None and home.warm:
-            home.lock.release()
-        elif home is not None:
-            remove_home(home)
+        if self._node is None and home is not None:
+            self._leave(home)
+
+    def _leave(self, home: NodeHome) -> None:
+        """Give back what `open_home` gave; an arena that was warm stays for the next try."""
+        try:
+            if home.warm:
+                home.lock.release()
+            else:
+                remove_home(home)
+        except OSError as error:
+            _log.warning("the arena's directory could not be removed: %s", error)
 
     def _parts(self) -> _Node:
         if self._node is None:

@@ -20,6 +20,7 @@ from kvfleet.errors import DeadlineExceededError, KvFleetError, TierUnavailableE
 from kvfleet.node.messages import FetchRequest, Window, WindowPart
 from kvfleet.node.transport import ObjectStoreTransport
 from kvfleet.node.windows import ByteBudget, Span, plan_windows, stream_share
+from tests.cluster.engine_process import spilled_bytes
 
 MIB = 1 << 20
 BLOCK_BYTES = 3 * MIB  # no multiple of a window
@@ -180,18 +181,6 @@ def make_pair(ray_cluster: Any) -> Iterator[Callable[..., Pair]]:
     yield make
     for actor in actors:
         ray.kill(actor)
-
-
-def spilled_bytes() -> int:
-    """Bytes that all nodes of the cluster have spilled to disk so far."""
-    from ray._private.internal_api import node_stats
-
-    total = 0
-    for node in ray.nodes():
-        if node["Alive"]:
-            stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
-            total += stats.store_stats.spilled_bytes_total
-    return total
 
 
 def test_every_byte_arrives_and_nothing_spills(make_pair):
