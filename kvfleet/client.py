@@ -21,7 +21,7 @@ from kvfleet.core.block import KEY_BYTES, TokenIds
 from kvfleet.core.directory import Run
 from kvfleet.core.layout import ModelSpec
 from kvfleet.errors import KvFleetError, LayoutMismatchError
-from kvfleet.hits import ClientStats, Loaded, PrefixHit, merge_runs
+from kvfleet.hits import ClientStats, HitRun, Loaded, PrefixHit, merge_runs
 from kvfleet.node.arena import Arena
 from kvfleet.node.messages import Bytes, Miss, Namespace, Outcome
 from kvfleet.reading import Reading
@@ -82,6 +82,12 @@ class Client:
         if self._worker.close(timeout_s):
             self._node.close(max(0.0, deadline - time.monotonic()))
 
+    @property
+    def memory(self) -> Bytes | None:
+        """Where blocks lie in this node's arena, for a device to be told of; None before the node is attached."""
+        arena = self._node.arena
+        return None if arena is None else arena.slot_view(arena.slots_offset, arena.capacity_bytes)
+
     def stats(self) -> ClientStats:
         """Totals since this client was made."""
         return self._stats.snapshot()
@@ -102,27 +108,60 @@ class Client:
         """
         return self.lookup_keys(self.spec.keys(token_ids, extra))
 
-    def lookup_keys(self, keys: bytes) -> PrefixHit:
-        """Like `lookup`, for an engine that has the packed keys of its blocks already."""
-        total = len(keys) // KEY_BYTES
+    def lookup_keys(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
+        """Like `lookup`, for an engine that has the packed keys of its blocks already.
+
+        Args:
+            keys: of the prefix from its first block on.
+            start_block: the first block to look for; the engine has those before it.
+        """
         arena, fault = self._arena(self._config.lookup_timeout_s)
-        local = self._local_blocks(arena, keys, total)
-        head = total if local.all() else int(local.argmin())
+        local = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
+        head = _true_head(local)
         runs: list[Run] = []
-        if head < total:
+        if head < len(local):
             self._stats.called("locate")
+            asked = keys[(start_block + head) * KEY_BYTES :]
             try:
                 runs = self._directory.locate(
-                    keys[head * KEY_BYTES :], self.shard, self.spec.layout.num_shards, self._config.lookup_timeout_s
+                    asked, self.shard, self.spec.layout.num_shards, self._config.lookup_timeout_s
                 )
             except KvFleetError as error:
                 fault = Miss.DIRECTORY_UNAVAILABLE
                 _log.debug("lookup without directory: %s", error)
-        hit_runs = merge_runs(local, head, runs)
-        num_blocks = hit_runs[-1].stop if hit_runs else 0
-        hit = PrefixHit(num_blocks * self.spec.block_tokens, num_blocks, total, keys, hit_runs, fault)
+        hit = self._hit(keys, start_block, merge_runs(local, head, runs, start_block), fault)
         self._stats.looked_up(hit)
         return hit
+
+    def lookup_local(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
+        """Like `lookup_keys`, but only what is in this node's arena.
+
+        Blocking: never; makes no remote call, and finds nothing before the node is attached.
+        """
+        arena = None if self._node.stale else self._node.arena
+        local = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
+        head = _true_head(local)
+        return self._hit(keys, start_block, merge_runs(local[:head], head, (), start_block), None)
+
+    def absent(self, keys: bytes) -> npt.NDArray[np.bool_]:
+        """Which blocks of this client's shard are not in this node's arena; the others count as used now.
+
+        For an engine that has these blocks itself: so that what it keeps using is kept here too.
+
+        Blocking: never; makes no remote call. Before the node is attached, all are absent.
+        """
+        arena = None if self._node.stale else self._node.arena
+        if arena is None:
+            return np.full(len(keys) // KEY_BYTES, fill_value=True)
+        slots = arena.records.find(keys, self.shard).slots
+        arena.records.touch(slots, time.monotonic_ns())
+        missing: npt.NDArray[np.bool_] = slots < 0
+        return missing
+
+    def _hit(self, keys: bytes, start_block: int, runs: tuple[HitRun, ...], fault: Miss | None) -> PrefixHit:
+        num_blocks = runs[-1].stop if runs else start_block
+        num_tokens = num_blocks * self.spec.block_tokens
+        return PrefixHit(num_tokens, num_blocks, len(keys) // KEY_BYTES, keys, runs, fault, start_block)
 
     def _arena(self, timeout_s: float) -> tuple[Arena | None, Miss | None]:
         """The node's arena, attached if it can be within `timeout_s`."""
@@ -141,9 +180,9 @@ class Client:
             self._warn_at = now + _LOG_INTERVAL_S
             _log.warning(text, error)
 
-    def _local_blocks(self, arena: Arena | None, keys: bytes, total: int) -> npt.NDArray[np.bool_]:
+    def _local_blocks(self, arena: Arena | None, keys: bytes) -> npt.NDArray[np.bool_]:
         """Which blocks are whole in this node's arena: all shards of them."""
-        here = np.full(total, arena is not None)
+        here = np.full(len(keys) // KEY_BYTES, arena is not None)
         if arena is not None:
             for shard in range(self.spec.layout.num_shards):
                 here &= arena.records.find(keys, shard).slots >= 0
@@ -164,7 +203,7 @@ class Client:
             timeout_s: deadline; default `load_timeout_s`.
 
         Returns:
-            The number of tokens loaded, from the first on. Memory behind them may have been written to.
+            The number of tokens loaded, from the hit's start block on. Memory behind them may have been written to.
 
         Raises:
             LayoutMismatchError: `into` has another shape or dtype. Nothing was written.
@@ -173,7 +212,7 @@ class Client:
         timeout_s = self._config.load_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         outcomes: list[Outcome] = []
-        if hit.num_blocks:
+        if hit.num_blocks > hit.start_block:
             arena, fault = self._arena(min(timeout_s, self._config.lookup_timeout_s))
             outcomes = [fault] if fault is not None else []
             if arena is not None:
@@ -187,7 +226,7 @@ class Client:
                 outcomes = reading.outcomes
                 if Miss.EVICTED in outcomes[-1:]:
                     self._node.doubt()
-        outcomes += [Miss.BEHIND_MISS] * (hit.num_blocks - len(outcomes))
+        outcomes += [Miss.BEHIND_MISS] * (hit.num_blocks - hit.start_block - len(outcomes))
         loaded = Loaded.of(outcomes, self.spec.layout)
         self._stats.loaded(loaded)
         return loaded
@@ -244,3 +283,8 @@ class Client:
             return fill
         source = self._checked(kv, num_blocks)
         return lambda index, slot: copying.copy_in(slot, copying.block_slice(source, layout, index - start_block))
+
+
+def _true_head(flags: npt.NDArray[np.bool_]) -> int:
+    """How many of the first flags are set."""
+    return len(flags) if flags.all() else int(flags.argmin())

@@ -47,9 +47,10 @@ class FleetStatus:
 class Fleet:
     """A running fleet, as seen from one process of it. Get one from `start` or `connect`."""
 
-    def __init__(self, config: FleetConfig, *, owns_ray: bool) -> None:
+    def __init__(self, config: FleetConfig, *, owns_ray: bool, node_id: str | None = None) -> None:
         self.config = config
         self._owns_ray = owns_ray
+        self._node_id = node_id
         self._clients: list[Client] = []
 
     def client(self, model: ModelSpec, *, shard: int = 0) -> Client:
@@ -59,7 +60,7 @@ class Fleet:
             model: which model's KV, and its layout.
             shard: tensor-parallel rank, below the layout's `num_shards`.
         """
-        calls = ManagerCalls(self.config, _here())
+        calls = ManagerCalls(self.config, self._node_id or _here())
         client = Client(model, calls, DirectoryCalls(self.config.name), self.config, shard=shard)
         self._clients.append(client)
         return client
@@ -232,12 +233,14 @@ def start(config: FleetConfig | None = None, *, address: str | None = None) -> F
     return fleet
 
 
-def connect(name: str = "default", *, address: str | None = None) -> Fleet:
+def connect(name: str = "default", *, address: str | None = None, node_id: str | None = None) -> Fleet:
     """Join a running fleet from any process of its Ray cluster.
 
     Args:
         name: of the fleet.
         address: of the Ray cluster. None: the one this process is connected to, else any that runs here.
+        node_id: of the Ray node whose arena clients use, in hex. None: the one this process hangs on. For machines
+            that run several Ray nodes, where a child of a Ray worker may hang on another than its parent.
 
     Raises:
         ConfigError: there is no such fleet.
@@ -245,4 +248,4 @@ def connect(name: str = "default", *, address: str | None = None) -> Fleet:
         ConnectionError: there is no Ray at `address`.
     """
     _join_ray(address or "auto")
-    return Fleet(running_config(name, _CALL_TIMEOUT_S), owns_ray=False)
+    return Fleet(running_config(name, _CALL_TIMEOUT_S), owns_ray=False, node_id=node_id)

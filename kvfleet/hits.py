@@ -44,8 +44,9 @@ class PrefixHit:
         num_blocks: whole blocks of it.
         asked_blocks: whole blocks of the request.
         keys: of all asked blocks, packed, 16 bytes each.
-        runs: cover blocks [0, num_blocks) in order.
+        runs: cover blocks [start_block, num_blocks) in order.
         fault: why the answer may be shorter than the truth, or None.
+        start_block: blocks before it were not looked for: the engine has them. At most `num_blocks`.
     """
 
     num_tokens: int
@@ -54,30 +55,36 @@ class PrefixHit:
     keys: bytes = field(repr=False)
     runs: tuple[HitRun, ...]
     fault: Miss | None = None
+    start_block: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.keys) == self.asked_blocks * KEY_BYTES
-        assert self.num_blocks <= self.asked_blocks
+        assert 0 <= self.start_block <= self.num_blocks <= self.asked_blocks
+
+    def keys_of(self, start: int, stop: int) -> bytes:
+        """Packed keys of blocks [start, stop)."""
+        return self.keys[start * KEY_BYTES : stop * KEY_BYTES]
 
 
-def merge_runs(local: npt.NDArray[np.bool_], head: int, runs: Sequence[Run]) -> tuple[HitRun, ...]:
+def merge_runs(local: npt.NDArray[np.bool_], head: int, runs: Sequence[Run], start: int = 0) -> tuple[HitRun, ...]:
     """The runs of a hit.
 
     Args:
-        local: which of the asked blocks are in this node's arena, shape (asked_blocks,).
-        head: the first that is not.
+        local: which blocks from `start` on are in this node's arena.
+        head: the first of them that is not, counted from `start`.
         runs: what the directory said about the blocks from `head` on.
+        start: the hit's first block.
     """
-    merged = [HitRun(0, head, local=True)] if head else []
+    merged = [HitRun(start, start + head, local=True)] if head else []
     stop = head
     for run in runs:
         assert run.start + head == stop, "the directory's runs leave no gap"
         stop = head + run.stop
-        merged.append(HitRun(run.start + head, stop, local=False, nodes=run.nodes, shared=run.shared))
+        merged.append(HitRun(start + head + run.start, start + stop, local=False, nodes=run.nodes, shared=run.shared))
     behind = local[stop:]
     more = len(behind) if behind.all() else int(behind.argmin())
     if more:
-        merged.append(HitRun(stop, stop + more, local=True))
+        merged.append(HitRun(start + stop, start + stop + more, local=True))
     return tuple(merged)
 
 
@@ -173,8 +180,8 @@ class Stats:
         """A lookup was answered."""
         with self._lock:
             self._lookups += 1
-            self._lookup_blocks += hit.asked_blocks
-            self._lookup_hit_blocks += hit.num_blocks
+            self._lookup_blocks += hit.asked_blocks - hit.start_block
+            self._lookup_hit_blocks += hit.num_blocks - hit.start_block
             if hit.fault is not None:
                 self._faults[hit.fault] += 1
 

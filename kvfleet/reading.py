@@ -8,7 +8,6 @@ from contextlib import closing
 
 from kvfleet.attachment import ManagerPort
 from kvfleet.copying import checksum
-from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.directory import Run
 from kvfleet.errors import DeadlineExceededError, KvFleetError
 from kvfleet.hits import PrefixHit
@@ -50,7 +49,12 @@ class Reading:
     @property
     def complete(self) -> bool:
         """Whether all blocks came."""
-        return len(self.outcomes) == self._hit.num_blocks and not self._missed
+        return self._next == self._hit.num_blocks and not self._missed
+
+    @property
+    def _next(self) -> int:
+        """Index of the block after the last outcome."""
+        return self._hit.start_block + len(self.outcomes)
 
     @property
     def _missed(self) -> bool:
@@ -60,7 +64,7 @@ class Reading:
         """Copy the first blocks, those that were local at the lookup, up to one that has left since."""
         runs = self._hit.runs
         if runs and runs[0].local:
-            self._copy([Source.DRAM] * runs[0].stop)
+            self._copy([Source.DRAM] * (runs[0].stop - runs[0].start))
         if self._missed and self.outcomes[-1] is Miss.EVICTED:
             self.outcomes.pop()  # `rest` may find it elsewhere
 
@@ -68,12 +72,11 @@ class Reading:
         """Have the manager bring the blocks from the next one on, and copy them as they come."""
         if self._missed:
             return
-        head, stop = len(self.outcomes), self._hit.num_blocks
-        keys = self._hit.keys
+        head, stop = self._next, self._hit.num_blocks
         request = LoadRequest(
             namespace=namespace,
-            keys=keys[head * KEY_BYTES : stop * KEY_BYTES],
-            parent=keys[(head - 1) * KEY_BYTES : head * KEY_BYTES] if head else b"",
+            keys=self._hit.keys_of(head, stop),
+            parent=self._hit.keys_of(head - 1, head) if head else b"",
             depth=head,
             shard=self._shard,
             num_bytes=num_bytes,
@@ -103,8 +106,8 @@ class Reading:
 
     def _copy(self, sources: list[Source]) -> None:
         """Copy the next blocks, which are in the arena, and check each one's generation after its copy."""
-        start = len(self.outcomes)
-        keys = self._hit.keys[start * KEY_BYTES : (start + len(sources)) * KEY_BYTES]
+        start = self._next
+        keys = self._hit.keys_of(start, start + len(sources))
         records = self._arena.records
         found = records.find(keys, self._shard)
         records.touch(found.slots, time.monotonic_ns())

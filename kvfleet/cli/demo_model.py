@@ -7,7 +7,6 @@ into a directory as transformers saves it, once, and kept in the user's cache di
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvfleet.connectors.filedigests import cache_directory
 from kvfleet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,11 +44,6 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-def cache_directory() -> Path:
-    """Where kvfleet keeps what it can make again: `$XDG_CACHE_HOME/kvfleet`, or `~/.cache/kvfleet`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfleet"
 
 
 def check_smollm2(root: Path) -> None:

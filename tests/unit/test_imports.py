@@ -41,12 +41,15 @@ MAY_IMPORT_RAY = {
     "kvfleet.calls",
     "kvfleet.fleet",
     "kvfleet.node.transport",
+    # Ray Serve LLM.
+    "kvfleet.connectors.serve",
+    "kvfleet.connectors.serve_backend",
     # These two start raylets on this machine and place work on each.
     "kvfleet.bench.peer",
     "kvfleet.cli.demo_cluster",
 }
 
-HEAVY = {"pyarrow", "ray", "s3fs", "torch", "transformers"}
+HEAVY = {"pyarrow", "ray", "s3fs", "torch", "transformers", "vllm"}
 
 
 def ring(module: str) -> int:

@@ -1,0 +1,227 @@
+"""The scheduler's half of the connector: what to load and what to save, in terms of vLLM's requests.
+
+Every method is called on vLLM's scheduling thread and never waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from kvfleet.connectors.vllm.lookups import EngineRequest, Lookups, Prompt
+from kvfleet.connectors.vllm.plan import Load, Save
+from kvfleet.connectors.vllm.scopes import Scope
+from kvfleet.hits import PrefixHit
+
+__all__ = ["Scheduling", "StepOutput"]
+
+# What prefill tells decode: how many blocks it stores.
+_EXPECTED = "kvfleet_blocks"
+
+
+class StepOutput(Protocol):
+    """What is used of what the workers answer after a step."""
+
+    finished_recving: Collection[str] | None
+    invalid_block_ids: Collection[int]
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request in the engine.
+
+    Attributes:
+        refused: a load failed: never ask again for this request.
+        saved: blocks before this one need not be saved any more.
+        table: its engine blocks.
+    """
+
+    prompt: Prompt
+    refused: bool = False
+    saved: int = 0
+    table: list[int] = field(default_factory=list)
+
+
+class Scheduling:
+    """Follows the requests of one engine.
+
+    Args:
+        lookups: of the same engine.
+        engine_block_tokens: tokens in a vLLM block.
+        block_tokens: tokens in a block of the fleet; a multiple of it.
+        saves: whether this engine stores what it computes.
+    """
+
+    def __init__(self, lookups: Lookups, engine_block_tokens: int, block_tokens: int, *, saves: bool = True) -> None:
+        assert block_tokens % engine_block_tokens == 0
+        self._lookups = lookups
+        self._engine_block_tokens = engine_block_tokens
+        self._block_tokens = block_tokens
+        self._per_block = block_tokens // engine_block_tokens
+        self._saves = saves
+        self._requests: dict[str, _Tracked] = {}
+        self._loading: dict[str, Load] = {}
+        self._loads: list[Load] = []
+
+    # what to load
+
+    def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int | None:
+        """How many tokens the fleet has behind those that the engine has; None if that is not known yet.
+
+        Args:
+            request: a waiting one; asked again until it is scheduled.
+            computed_tokens: that the engine has; whole engine blocks.
+        """
+        tracked = self._tracked(request)
+        nothing = computed_tokens // self._block_tokens >= self._lookups.num_blocks(request)
+        if tracked.refused or nothing or not self._lookups.started:
+            return 0
+        if not self._lookups.find(tracked.prompt, computed_tokens):
+            return None
+        hit = tracked.prompt.hit
+        return max(0, hit.num_tokens - computed_tokens) if hit is not None else 0
+
+    def _tracked(self, request: EngineRequest) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            expected = (request.kv_transfer_params or {}).get(_EXPECTED, 0)
+            prompt = self._lookups.prompt(request, expected if type(expected) is int else 0)
+            tracked = self._requests[request.request_id] = _Tracked(prompt)
+        return tracked
+
+    def allocated(self, request: EngineRequest, engine_blocks: Sequence[int], external_tokens: int) -> None:
+        """VLLM has reserved engine blocks for what is to be loaded.
+
+        Args:
+            request: for which `matched_tokens` had answered.
+            engine_blocks: the request's whole table.
+            external_tokens: how many tokens to load, behind those that the engine has.
+        """
+        if external_tokens <= 0:
+            return
+        tracked = self._tracked(request)
+        prompt = tracked.prompt
+        computed = prompt.asked[0] if prompt.asked is not None else 0
+        first = computed // self._engine_block_tokens
+        stop = (computed + external_tokens) // self._engine_block_tokens
+        hit = None
+        if prompt.hit is not None:
+            hit = _shortened(prompt.hit, -(-stop // self._per_block), self._block_tokens)
+            tracked.saved = max(tracked.saved, hit.num_blocks)
+        load = Load(request.request_id, prompt.scope or Scope(), hit, first, tuple(engine_blocks[first:stop]))
+        prompt.asked = prompt.hit = None
+        self._loads.append(load)
+        self._loading[request.request_id] = load
+
+    def sources(self, request: EngineRequest, external_tokens: int) -> dict[str, int]:
+        """Where the tokens of a load that was just allocated are said to be: "host", "p2p" or "shared" → tokens."""
+        load = self._loading.get(request.request_id)
+        if load is None or load.hit is None:
+            return {}
+        start = load.first * self._engine_block_tokens
+        tokens: Counter[str] = Counter()
+        for run in load.hit.runs:
+            place = "host" if run.local else "p2p" if run.nodes else "shared"
+            first, stop = run.start * self._block_tokens, run.stop * self._block_tokens
+            tokens[place] += max(0, min(stop, start + external_tokens) - max(first, start))
+        return dict(+tokens)
+
+    def take_loads(self) -> tuple[Load, ...]:
+        """The loads that the workers have not been told of."""
+        loads, self._loads = tuple(self._loads), []
+        return loads
+
+    # what to save
+
+    def saves(self, step: Any) -> tuple[Save, ...]:  # noqa: ANN401  vLLM's SchedulerOutput
+        """What to save when a step is computed. To be called for every step."""
+        computed = self._follow(step)
+        if not self._saves or not self._lookups.started:
+            return ()
+        saves = []
+        for request_id, tokens in step.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                blocks = (computed[request_id] + tokens) // self._block_tokens
+                if blocks > tracked.saved and (save := self._save(tracked, blocks)) is not None:
+                    saves.append(save)
+        return tuple(saves)
+
+    def _follow(self, step: Any) -> dict[str, int]:  # noqa: ANN401  vLLM's SchedulerOutput
+        """Keep the requests' tables; the tokens that each has behind it, by request id."""
+        computed = {}
+        for new in step.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+            if (tracked := self._requests.get(new.req_id)) is not None:
+                tracked.table = list(new.block_ids[0])
+        cached = step.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            computed[request_id] = cached.num_computed_tokens[index]
+            blocks = cached.new_block_ids[index]
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                tracked.table = list(blocks[0])  # after a preemption it starts anew
+            elif blocks is not None:
+                tracked.table.extend(blocks[0])
+        return computed
+
+    def _save(self, tracked: _Tracked, blocks: int) -> Save | None:
+        """Save what is whole by the end of this step; what follows the tokens known so far has no hash yet."""
+        prompt, start = tracked.prompt, tracked.saved
+        stop = min(blocks, self._lookups.num_blocks(prompt.request))
+        if stop <= start or prompt.scope is None:
+            return None
+        engine_blocks = tuple(tracked.table[start * self._per_block : stop * self._per_block])
+        assert len(engine_blocks) == (stop - start) * self._per_block
+        tracked.saved = stop
+        return Save(prompt.scope, self._lookups.keys(prompt, stop), start, engine_blocks)
+
+    # what became of it
+
+    def output(self, output: StepOutput) -> None:
+        """What the workers did in a step."""
+        invalid = frozenset(output.invalid_block_ids or ())
+        if invalid:
+            for load in self._loading.values():
+                self._check(load, invalid)
+        for request_id in output.finished_recving or ():
+            self._loading.pop(request_id, None)
+
+    def _check(self, load: Load, invalid: frozenset[int]) -> None:
+        """Never ask again for a request whose load failed; what it computes instead is to be saved."""
+        bad = next((i for i, block in enumerate(load.engine_blocks) if block in invalid), None)
+        tracked = self._requests.get(load.request_id)
+        if bad is not None and tracked is not None:
+            tracked.refused = True
+            tracked.saved = min(tracked.saved, (load.first + bad) // self._per_block)
+
+    def finished(self, request: EngineRequest) -> dict[str, Any] | None:
+        """A request has ended, however. What another engine may be told that goes on with it."""
+        tracked = self._requests.pop(request.request_id, None)
+        params = request.kv_transfer_params
+        if tracked is None or not params or not params.get("do_remote_decode"):
+            return None
+        return {"do_remote_prefill": True, "do_remote_decode": False, _EXPECTED: tracked.saved}
+
+    def reset(self, word: str) -> None:
+        """Have nothing in common with what was stored before; requests in the engine neither load nor save any more.
+
+        Args:
+            word: random; part of the identity of what is stored from now on.
+        """
+        self._lookups.reset(word)
+        for tracked in self._requests.values():
+            tracked.refused = True
+            tracked.prompt.scope = None
+
+
+def _shortened(hit: PrefixHit, stop: int, block_tokens: int) -> PrefixHit:
+    """The first blocks of a hit, up to `stop`."""
+    if stop >= hit.num_blocks:
+        return hit
+    runs = tuple(replace(run, stop=min(run.stop, stop)) for run in hit.runs if run.start < stop)
+    return replace(hit, num_tokens=stop * block_tokens, num_blocks=stop, runs=runs)

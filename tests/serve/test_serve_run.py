@@ -1,0 +1,74 @@
+"""The one documented command, `serve run kvfleet.connectors.serve:app`: replicas on two nodes, and their fleet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ray import serve
+
+import kvfleet
+from tests.conftest import MIB, wait_for
+from tests.serve.conftest import ENGINE, MODEL, RULES, START_TIMEOUT_S, Serving
+
+FLEET = "from-the-command"
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_S)
+
+
+@contextmanager
+def serve_run(serving: Serving, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command, until it is interrupted as a user would."""
+    with log.open("wb") as output:
+        running = subprocess.Popen(
+            [Path(sys.executable).with_name("serve"), "run", "kvfleet.connectors.serve:app", *arguments],
+            env={**os.environ, "RAY_ADDRESS": serving.cluster.address},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield running
+            running.send_signal(signal.SIGINT)
+            running.wait(timeout=60)
+        finally:
+            running.kill()
+            running.wait()
+
+
+def runs(application: str) -> bool:
+    """Whether all of its replicas are up."""
+    found = serve.status().applications.get(application)
+    return found is not None and found.status == "RUNNING"
+
+
+def test_replicas_on_two_nodes_share_a_fleet(serving, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    log = tmp_path / "log"
+    arguments = [
+        f"model={MODEL}",
+        "replicas=2",
+        f"fleet={FLEET}",
+        "dram=256MiB",
+        f"shared=file://{shared}",
+        *(f"{name}={value}" for name, value in ENGINE.items() if name != "engine_kwargs"),
+        'engine_kwargs={"enforce_eager": true}',
+    ]
+    with serve_run(serving, log, *arguments) as running:
+        wait_for(lambda: runs("default") or running.poll() is not None, "it runs", START_TIMEOUT_S / 2)
+        assert running.poll() is None, log.read_text()
+        fleet = kvfleet.connect(FLEET)
+        assert (fleet.config.dram_bytes, fleet.config.shared_url) == (256 * MIB, f"file://{shared}")
+        assert {node.node_id for node in fleet.status().nodes} == set(serving.nodes)
+        answer = serving.ask(RULES + "The capital of France is")
+        assert len(answer.chunks) > 3
+        # Which replica answers is Serve's choice.
+        blocks = answer.usage["prompt_tokens"] // 256
+        wait_for(lambda: sum(node.saved_blocks for node in fleet.status().nodes) == blocks, "its blocks are saved")
+    assert fleet.stop() == 0

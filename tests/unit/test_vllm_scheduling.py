@@ -1,0 +1,451 @@
+"""What the connector tells vLLM's scheduler, with a fleet that is a set of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvfleet.connectors.vllm.identity import AdapterRef
+from kvfleet.connectors.vllm.lookups import Lookups
+from kvfleet.connectors.vllm.plan import Load
+from kvfleet.connectors.vllm.scheduling import Scheduling
+from kvfleet.connectors.vllm.scopes import Scope
+from kvfleet.core.block import KEY_BYTES, engine_keys, split
+from kvfleet.core.directory import NodeId, Run
+from kvfleet.errors import ConfigError
+from kvfleet.hits import PrefixHit, merge_runs
+from kvfleet.node.messages import Miss
+
+ENGINE_BLOCK = 16
+BLOCK = 64  # 4 engine blocks
+PER = BLOCK // ENGINE_BLOCK
+TIMEOUT_S = 0.5
+
+
+def root(scope: Scope) -> bytes:
+    return (repr(scope).encode() + bytes(32))[-32:]
+
+
+@dataclass
+class FakeClient:
+    """A client of a fleet that holds keys here, and keys elsewhere."""
+
+    here: set[bytes] = field(default_factory=set)
+    elsewhere: set[bytes] = field(default_factory=set)
+    asked: list[tuple[int, int]] = field(default_factory=list)
+    fault: Miss | None = None
+
+    def lookup_local(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
+        return self._hit(keys, start_block, self.here, ())
+
+    def lookup_keys(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
+        self.asked.append((start_block, len(keys) // KEY_BYTES))
+        if self.fault is not None:
+            return self._hit(keys, start_block, self.here, (), self.fault)
+        return self._hit(keys, start_block, self.here, (NodeId("b" * 56),))
+
+    def _hit(
+        self, keys: bytes, start: int, here: set[bytes], nodes: tuple[NodeId, ...], fault: Miss | None = None
+    ) -> PrefixHit:
+        names = split(keys)[start:]
+        local = np.array([name in here for name in names], bool)
+        head = len(local) if local.all() else int(local.argmin())
+        found = 0
+        while nodes and head + found < len(names) and names[head + found] in self.elsewhere:
+            found += 1
+        runs = merge_runs(local[: head + found], head, [Run(0, found, nodes, False)] if found else [], start)
+        stop = runs[-1].stop if runs else start
+        return PrefixHit(stop * BLOCK, stop, len(keys) // KEY_BYTES, keys, runs, fault, start)
+
+
+@dataclass
+class FakeClients:
+    clients: dict[Scope, FakeClient]
+    made: bool = True
+
+    def ready(self, scope: Scope) -> FakeClient | None:
+        return self.clients.get(scope) if self.made else None
+
+    def get(self, scope: Scope) -> FakeClient:
+        return self.clients[scope]
+
+
+@dataclass
+class Request:
+    request_id: str
+    block_hashes: Any  # a list
+    kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
+
+
+class Inline:
+    """Runs what is submitted at once, or when told to."""
+
+    def __init__(self) -> None:
+        self.later: list[Any] = []
+        self.held = False
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        answer: Any = SimpleNamespace(value=self)
+        answer.done, answer.result = lambda: answer.value is not self, lambda: answer.value
+        self.later.append(lambda: setattr(answer, "value", function(*arguments)))
+        if not self.held:
+            self.run()
+        return answer
+
+    def run(self) -> None:
+        for job in self.later:
+            job()
+        self.later.clear()
+
+    def shutdown(self, **_: Any) -> None:
+        self.later.clear()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    def __init__(self, *, saves: bool = True) -> None:
+        self.clock = Clock()
+        self.failures: list[str] = []
+        self.lookups = Lookups(BLOCK, ENGINE_BLOCK, self.read_adapter, self.failed, self.clock)
+        self.scheduling = Scheduling(self.lookups, ENGINE_BLOCK, BLOCK, saves=saves)
+        self.threads = Inline()
+        self.lookups._asking.shutdown()
+        self.lookups._asking = self.threads  # type: ignore[assignment]
+        self.client = FakeClient()
+        self.clients = FakeClients({Scope(): self.client})
+        self.adapters: dict[str, str] = {}
+
+    def start(self) -> Rig:
+        self.lookups.start(self.clients, root, TIMEOUT_S)  # type: ignore[arg-type]
+        return self
+
+    def failed(self, where: str, error: Exception) -> None:
+        self.failures.append(where)
+
+    def read_adapter(self, lora: Any) -> AdapterRef:
+        if lora.lora_path not in self.adapters:
+            raise ConfigError("adapter", "is not there")
+        return AdapterRef(name=lora.lora_name, revision=self.adapters[lora.lora_path])
+
+
+def hashes(count: int, seed: int = 0) -> list[bytes]:
+    return [b"%d-%d" % (seed, index) for index in range(count)]
+
+
+def keys(request: Request, scope: Scope | None = None) -> list[bytes]:
+    names = request.block_hashes[PER - 1 :: PER]
+    return list(split(engine_keys(root(scope or Scope()), names)))
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig().start()
+
+
+def step(
+    new: Sequence[tuple[str, int, list[int]]] = (),
+    cached: Sequence[tuple[str, int, list[int] | None]] = (),
+    scheduled: dict[str, int] | None = None,
+    resumed: Sequence[str] = (),
+) -> Any:
+    """A SchedulerOutput: new and running requests with computed tokens and (new) engine blocks."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, num_computed_tokens=n, block_ids=(b,)) for r, n, b in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[r for r, _, _ in cached],
+            num_computed_tokens=[n for _, n, _ in cached],
+            new_block_ids=[None if b is None else (b,) for _, _, b in cached],
+            resumed_req_ids=set(resumed),
+        ),
+        num_scheduled_tokens=scheduled or {},
+    )
+
+
+# lookups
+
+
+def test_what_is_here_is_answered_at_once(rig):
+    request = Request("r", hashes(10))
+    rig.client.here.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 0) == 2 * BLOCK
+    assert rig.client.asked == []
+
+
+def test_what_is_elsewhere_is_answered_when_it_is_known(rig):
+    request = Request("r", hashes(12))
+    rig.client.here.update(keys(request)[:1])
+    rig.client.elsewhere.update(keys(request)[1:2])
+    rig.threads.held = True
+    assert rig.scheduling.matched_tokens(request, 0) is None
+    assert rig.scheduling.matched_tokens(request, 0) is None
+    assert len(rig.threads.later) == 1, "asked once, however often vLLM asks"
+    rig.threads.run()
+    assert rig.scheduling.matched_tokens(request, 0) == 2 * BLOCK
+    assert rig.client.asked == [(0, 3)]
+
+
+def test_nothing_is_found_before_the_fleet_is_there():
+    rig = Rig()
+    request = Request("r", hashes(12))
+    rig.client.here.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    rig.start()
+    assert rig.scheduling.matched_tokens(request, 0) == 3 * BLOCK
+
+
+@pytest.mark.parametrize(("computed", "expected"), [(0, 192), (16, 176), (64, 128), (80, 112), (176, 16), (192, 0)])
+def test_only_what_the_engine_lacks_is_counted(rig, computed, expected):
+    request = Request("r", hashes(12))
+    rig.client.here.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, computed) == expected
+
+
+def test_blocks_before_those_of_the_engine_are_not_needed(rig):
+    request = Request("r", hashes(12))
+    rig.client.here.update(keys(request)[1:])
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    assert rig.scheduling.matched_tokens(request, 80) == 112
+
+
+def test_a_directory_that_does_not_answer_delays_one_request_by_the_timeout(rig):
+    rig.threads.held = True
+    first, second = Request("1", hashes(12)), Request("2", hashes(12, seed=1))
+    rig.client.here.update(keys(first)[:1])
+    assert rig.scheduling.matched_tokens(first, 0) is None
+    rig.clock.now += TIMEOUT_S
+    assert rig.scheduling.matched_tokens(first, 0) == BLOCK, "what is here is taken"
+    assert rig.scheduling.matched_tokens(second, 0) == 0, "and who comes next does not wait"
+    rig.clock.now += 10.0
+    assert rig.scheduling.matched_tokens(Request("3", hashes(12)), 0) is None, "later it is asked again"
+
+
+def test_a_directory_that_fails_is_left_alone_for_a_while(rig):
+    rig.client.fault = Miss.DIRECTORY_UNAVAILABLE
+    assert rig.scheduling.matched_tokens(Request("1", hashes(12)), 0) == 0
+    assert rig.scheduling.matched_tokens(Request("2", hashes(12)), 0) == 0
+    assert rig.client.asked == [(0, 3)]
+
+
+def test_an_old_answer_is_asked_for_again(rig):
+    request = Request("r", hashes(12))
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    rig.client.elsewhere.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    rig.clock.now += 60.0
+    assert rig.scheduling.matched_tokens(request, 0) == 3 * BLOCK
+
+
+# loads
+
+
+def test_a_load_begins_inside_a_block_where_the_engine_has_its_beginning(rig):
+    request = Request("r", hashes(12))
+    rig.client.here.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 80) == 112
+    rig.scheduling.allocated(request, list(range(100, 112)), 112)
+    (load,) = rig.scheduling.take_loads()
+    assert (load.first, load.engine_blocks) == (5, tuple(range(105, 112)))
+    assert load.hit is not None
+    assert (load.hit.start_block, load.hit.num_blocks) == (1, 3)
+    assert rig.scheduling.sources(request, 112) == {"host": 112}
+    assert rig.scheduling.take_loads() == ()
+
+
+def test_a_shorter_allocation_shortens_the_load(rig):
+    request = Request("r", hashes(12))
+    rig.client.here.update(keys(request))
+    rig.scheduling.matched_tokens(request, 0)
+    rig.scheduling.allocated(request, list(range(12)), 5 * ENGINE_BLOCK)
+    (load,) = rig.scheduling.take_loads()
+    assert load.hit is not None
+    assert (load.hit.num_blocks, load.hit.num_tokens, load.engine_blocks) == (2, 2 * BLOCK, tuple(range(5)))
+
+
+def test_a_load_without_a_hit_is_told_to_the_workers_to_fail(rig):
+    rig.scheduling.allocated(Request("r", hashes(12)), list(range(12)), 32)
+    assert rig.scheduling.take_loads() == (Load("r", Scope(), None, 0, (0, 1)),)
+
+
+def test_nothing_to_load_is_no_load(rig):
+    rig.scheduling.allocated(Request("r", hashes(12)), list(range(12)), 0)
+    assert rig.scheduling.take_loads() == ()
+
+
+def loaded(rig: Rig, request: Request, table: list[int]) -> None:
+    """Have a request load all it has in the fleet."""
+    tokens = rig.scheduling.matched_tokens(request, 0)
+    assert tokens
+    rig.scheduling.allocated(request, table, tokens)
+    rig.scheduling.take_loads()
+
+
+def test_a_request_whose_load_failed_is_never_promised_anything_again(rig):
+    request, other = Request("r", hashes(12)), Request("o", hashes(12))
+    rig.client.here.update(keys(request))
+    loaded(rig, request, list(range(12)))
+    rig.scheduling.output(SimpleNamespace(finished_recving={"r"}, invalid_block_ids={6, 7}))
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    assert rig.scheduling.matched_tokens(other, 0) == 3 * BLOCK
+    # What it computes instead of what did not come is saved.
+    (save,) = rig.scheduling.saves(step(new=[("r", 96, list(range(12)))], scheduled={"r": 96}))
+    assert (save.start_block, save.engine_blocks) == (1, tuple(range(4, 12)))
+
+
+def test_a_load_that_came_is_not_saved_again(rig):
+    request = Request("r", hashes(16))
+    rig.client.here.update(keys(request)[:3])
+    loaded(rig, request, list(range(16)))
+    rig.scheduling.output(SimpleNamespace(finished_recving={"r"}, invalid_block_ids=set()))
+    (save,) = rig.scheduling.saves(step(new=[("r", 192, list(range(16)))], scheduled={"r": 64}))
+    assert (save.start_block, save.engine_blocks) == (3, (12, 13, 14, 15))
+
+
+# saves
+
+
+def admit(rig: Rig, request: Request) -> None:
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+
+
+def test_blocks_are_saved_in_the_step_that_completes_them(rig):
+    request = Request("r", hashes(9))
+    admit(rig, request)
+    assert rig.scheduling.saves(step(new=[("r", 0, [7, 8, 9])], scheduled={"r": 48})) == ()
+    (save,) = rig.scheduling.saves(step(cached=[("r", 48, [3, 4, 5])], scheduled={"r": 48}))
+    assert (save.start_block, save.engine_blocks) == (0, (7, 8, 9, 3))
+    assert split(save.keys) == keys(request)[:1]
+    (save,) = rig.scheduling.saves(step(cached=[("r", 96, [6, 2, 1])], scheduled={"r": 48}))
+    assert (save.start_block, save.engine_blocks) == (1, (4, 5, 6, 2))
+    assert split(save.keys) == keys(request)[:2]
+    assert rig.scheduling.saves(step(cached=[("r", 144, None)], scheduled={"r": 1})) == ()
+
+
+def test_generated_tokens_are_saved_when_their_hashes_are_known(rig):
+    request = Request("r", hashes(3))
+    admit(rig, request)
+    assert rig.scheduling.saves(step(new=[("r", 0, [0, 1, 2, 3])], scheduled={"r": 60})) == ()
+    assert rig.scheduling.saves(step(cached=[("r", 60, None)], scheduled={"r": 4})) == (), "hash not there yet"
+    request.block_hashes.extend(hashes(4)[3:])
+    (save,) = rig.scheduling.saves(step(cached=[("r", 64, [9])], scheduled={"r": 1}))
+    assert (save.start_block, save.engine_blocks) == (0, (0, 1, 2, 3))
+
+
+def test_a_preempted_request_starts_with_a_new_table(rig):
+    request = Request("r", hashes(9))
+    admit(rig, request)
+    rig.scheduling.saves(step(new=[("r", 0, [0, 1, 2])], scheduled={"r": 48}))
+    rig.scheduling.saves(step(cached=[("r", 0, [20, 21, 22])], scheduled={"r": 48}, resumed=["r"]))
+    (save,) = rig.scheduling.saves(step(cached=[("r", 48, [23])], scheduled={"r": 16}))
+    assert save.engine_blocks == (20, 21, 22, 23)
+
+
+def test_an_engine_that_only_consumes_saves_nothing():
+    rig = Rig(saves=False).start()
+    admit(rig, Request("r", hashes(8)))
+    assert rig.scheduling.saves(step(new=[("r", 0, list(range(8)))], scheduled={"r": 128})) == ()
+
+
+# adapters, resets, prefill and decode
+
+
+def lora(path: str, number: int = 1, *, again: bool = False) -> Any:
+    return SimpleNamespace(lora_name="ada", lora_path=path, lora_int_id=number, load_inplace=again)
+
+
+def test_adapters_are_told_apart_by_their_weights(rig):
+    rig.adapters.update(one="digest 1", same="digest 1", two="digest 2")
+    scopes = {name: Scope(AdapterRef(name="ada", revision=digest)) for name, digest in rig.adapters.items()}
+    rig.clients.clients.update({scope: FakeClient() for scope in scopes.values()})
+    request = Request("r", hashes(8), lora_request=lora("one", 1))
+    rig.clients.clients[scopes["one"]].elsewhere.update(keys(request, scopes["one"]))
+    assert rig.scheduling.matched_tokens(request, 0) == 2 * BLOCK
+    assert rig.scheduling.matched_tokens(Request("s", hashes(8), lora_request=lora("same", 2)), 0) == 2 * BLOCK
+    assert rig.scheduling.matched_tokens(Request("t", hashes(8), lora_request=lora("two", 3)), 0) == 0
+    assert rig.scheduling.matched_tokens(Request("u", hashes(8)), 0) == 0
+
+
+def test_an_adapter_is_read_once_unless_it_is_loaded_again(rig):
+    rig.adapters["path"] = "old"
+    for digest in ("old", "new"):
+        rig.clients.clients[Scope(AdapterRef(name="ada", revision=digest))] = FakeClient()
+    old, new = (rig.clients.clients[Scope(AdapterRef(name="ada", revision=digest))] for digest in ("old", "new"))
+    rig.scheduling.matched_tokens(Request("1", hashes(8), lora_request=lora("path")), 0)
+    rig.adapters["path"] = "new"  # the engine still computes with what it has loaded
+    rig.scheduling.matched_tokens(Request("2", hashes(8), lora_request=lora("path")), 0)
+    assert (len(old.asked), len(new.asked)) == (2, 0)
+    rig.scheduling.matched_tokens(Request("3", hashes(8), lora_request=lora("path", again=True)), 0)
+    assert (len(old.asked), len(new.asked)) == (2, 1)
+
+
+def test_an_adapter_that_cannot_be_read_is_a_miss(rig):
+    request = Request("r", hashes(8), lora_request=lora("nowhere"))
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    assert rig.failures == ["lookup"]
+    assert rig.scheduling.saves(step(new=[("r", 0, list(range(8)))], scheduled={"r": 128})) == ()
+
+
+def test_after_a_reset_nothing_of_before_is_found(rig):
+    request = Request("r", hashes(8))
+    rig.client.here.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 0) == 2 * BLOCK
+    rig.clients.clients[Scope(reset="word")] = FakeClient()
+    rig.scheduling.reset("word")
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    assert rig.scheduling.matched_tokens(Request("s", hashes(8)), 0) == 0
+    (save,) = rig.scheduling.saves(step(new=[("s", 0, list(range(8)))], scheduled={"s": 128}))
+    assert save.scope == Scope(reset="word")
+
+
+def test_decode_waits_for_what_prefill_is_storing(rig, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    prefill = Request("p", hashes(8), kv_transfer_params={"do_remote_decode": True})
+    admit(rig, prefill)
+    rig.scheduling.saves(step(new=[("p", 0, list(range(8)))], scheduled={"p": 128}))
+    params = rig.scheduling.finished(prefill)
+    assert params == {"do_remote_prefill": True, "do_remote_decode": False, "kvfleet_blocks": 2}
+
+    decode = Request("d", hashes(8), kv_transfer_params=params)
+    rig.client.elsewhere.update(keys(decode)[:1])
+    assert rig.scheduling.matched_tokens(decode, 0) is None
+    assert rig.scheduling.matched_tokens(decode, 0) is None
+    rig.client.elsewhere.update(keys(decode))
+    assert rig.scheduling.matched_tokens(decode, 0) is None
+    assert rig.scheduling.matched_tokens(decode, 0) == 2 * BLOCK
+
+
+def test_decode_does_not_wait_for_ever(rig, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    decode = Request("d", hashes(8), kv_transfer_params={"kvfleet_blocks": 2})
+    rig.client.elsewhere.update(keys(decode)[:1])
+    assert rig.scheduling.matched_tokens(decode, 0) is None
+    rig.clock.now += 3.0
+    assert rig.scheduling.matched_tokens(decode, 0) == BLOCK
+
+
+@pytest.mark.parametrize("nonsense", ["2", -1, 10**9, None, True, [1]])
+def test_nonsense_of_another_engine_is_harmless(rig, nonsense, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    decode = Request("d", hashes(8), kv_transfer_params={"kvfleet_blocks": nonsense})
+    rig.client.elsewhere.update(keys(decode))
+    assert rig.scheduling.matched_tokens(decode, 0) == 2 * BLOCK
+
+
+def test_a_finished_request_leaves_nothing(rig):
+    request = Request("r", hashes(8))
+    rig.client.here.update(keys(request))
+    loaded(rig, request, list(range(8)))
+    assert rig.scheduling.finished(request) is None
+    rig.scheduling.output(SimpleNamespace(finished_recving={"r"}, invalid_block_ids={0}))
+    assert (rig.scheduling._requests, rig.scheduling._loading) == ({}, {})

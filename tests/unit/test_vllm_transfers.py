@@ -1,0 +1,320 @@
+"""One rank's loads and saves, with a pool of numbers and a fleet that is a dict."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvfleet.connectors.vllm.plan import Load, Save
+from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
+from kvfleet.connectors.vllm.staging import Staging
+from kvfleet.connectors.vllm.transfers import Transfers
+from kvfleet.core.block import KEY_BYTES, split
+from kvfleet.core.layout import BlockLayout
+from kvfleet.hits import HitRun, Loaded, PrefixHit, StoreResult
+from kvfleet.node.messages import Miss, Outcome, Source
+from kvfleet.storing import StoreTask
+
+PER = 4
+RUN = 8
+BLOCK_BYTES = PER * RUN
+BLOCK_TOKENS = 64
+LAYOUT = BlockLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS, inner_order="test")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Pool:
+    """An engine's memory: `(engine blocks, RUN)`; fails or waits when told to."""
+
+    blocks_per = PER
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self) -> None:
+        self.memory = np.zeros((40, RUN), np.uint8)
+        self.fail_at: int | None = None
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.fences = 0
+
+    def read(self, engine_blocks: Sequence[Sequence[int]], targets: Sequence[Bytes]) -> Callable[[], None]:
+        for block, target in zip(engine_blocks, targets, strict=True):
+            target[:] = self.memory[list(block)].reshape(-1)
+        return lambda: None
+
+    def write(self, engine_blocks: Sequence[int], first: int, source: Bytes) -> None:
+        self.entered.set()
+        assert self.go_on.wait(30.0)
+        if self.fail_at in engine_blocks:
+            raise OSError("the device is gone")
+        self.memory[list(engine_blocks)] = source.reshape(PER, RUN)[first : first + len(engine_blocks)]
+
+    def fence(self) -> None:
+        self.fences += 1
+
+    def unpin(self) -> None:
+        assert self.go_on.is_set()
+
+
+@dataclass
+class FakeClient:
+    blocks: dict[bytes, Bytes] = field(default_factory=dict)
+    stop_at: int | None = None
+    tasks: list[tuple[StoreTask, Callable[[], None]]] = field(default_factory=list)
+    at_once: bool = True
+    stored: list[tuple[int, int]] = field(default_factory=list)
+
+    def load(self, hit: PrefixHit, into: Callable[[int, Bytes], None]) -> Loaded:
+        outcomes: list[Outcome] = []
+        for index in range(hit.start_block, hit.num_blocks):
+            if index == self.stop_at:
+                outcomes.append(Miss.UNREACHABLE)
+                break
+            into(index, self.blocks[hit.keys_of(index, index + 1)])
+            outcomes.append(Source.DRAM)
+        rest = hit.num_blocks - hit.start_block - len(outcomes)
+        return Loaded.of([*outcomes, *[Miss.BEHIND_MISS] * rest], LAYOUT)
+
+    def absent(self, keys: bytes) -> npt.NDArray[np.bool_]:
+        return np.array([key not in self.blocks for key in split(keys)], bool)
+
+    def store_keys(self, keys: bytes, put: Callable[[int, Bytes], None], *, start_block: int) -> StoreTask:
+        task, names = StoreTask(), split(keys)
+        self.stored.append((start_block, len(names)))
+
+        def store() -> None:
+            for index in range(start_block, len(names)):
+                slot = np.zeros(BLOCK_BYTES, np.uint8)
+                put(index, slot)
+                self.blocks[names[index]] = slot
+            count = len(names) - start_block
+            task.finish(StoreResult(stored=count, num_bytes=count * BLOCK_BYTES))
+
+        if self.at_once:
+            store()
+        else:
+            self.tasks.append((task, store))
+        return task
+
+
+class Rig:
+    def __init__(self, buffers: int = 16, *, start: bool = True) -> None:
+        self.pool, self.client = Pool(), FakeClient()
+        self.failures: list[str] = []
+        self.staging = Staging(BLOCK_BYTES, buffers * 4096)
+        pool: Any = self.pool
+        self.transfers = Transfers(pool, self.staging, BLOCK_TOKENS, lambda where, error: self.failures.append(where))
+        make: Any = lambda scope: self.client  # noqa: E731
+        self.clients = ScopedClients(make)
+        self.clients.get(Scope())
+        if start:
+            self.transfers.start(self.clients)
+
+    def ended(self, finished: Sequence[str] = (), wait: int = 1) -> tuple[set[str], set[int]]:
+        """The next loads that end, and the bad engine blocks."""
+        done: set[str] = set()
+        bad: set[int] = set()
+        barrier = threading.Event()
+        for _ in range(3000):
+            done |= self.transfers.ended(set(finished))
+            bad |= self.transfers.bad_engine_blocks()
+            if len(done) >= wait:
+                return done, bad
+            barrier.wait(0.01)
+        raise AssertionError(f"only {done} ended")
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.pool.go_on.set()
+    rig.transfers.close()
+
+
+def keys(count: int) -> bytes:
+    return b"".join(index.to_bytes(KEY_BYTES, "big") for index in range(1, count + 1))
+
+
+def content(index: int) -> Bytes:
+    return np.arange(index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES).astype(np.uint8)
+
+
+def fill(rig: Rig, count: int) -> None:
+    rig.client.blocks.update({key: content(index) for index, key in enumerate(split(keys(count)))})
+
+
+def load(count: int, first: int = 0, request: str = "r", table: int = 10) -> Load:
+    """A load of `count` blocks from engine block `first` on into engine blocks from `table` on."""
+    start = first // PER
+    hit = PrefixHit(
+        count * BLOCK_TOKENS, count, count, keys(count), (HitRun(start, count, local=True),), start_block=start
+    )
+    return Load(request, Scope(), hit, first, tuple(range(table, table + count * PER - first)))
+
+
+def test_a_load_fills_the_engines_blocks(rig):
+    fill(rig, 3)
+    rig.transfers.begin([load(3)])
+    assert rig.ended() == ({"r"}, set())
+    assert (rig.pool.memory[10:22].reshape(3, -1) == [content(0), content(1), content(2)]).all()
+    assert not rig.pool.memory[:10].any()
+    assert not rig.pool.memory[22:].any()
+    assert rig.transfers.take_counts() == {"loads": 1, "blocks:dram": 3, "loaded_bytes:dram": 3 * BLOCK_BYTES}
+    assert rig.transfers.take_counts() == {}
+
+
+def test_what_the_engine_has_of_a_block_is_left_alone(rig):
+    fill(rig, 3)
+    rig.transfers.begin([load(3, first=6)])
+    assert rig.ended() == ({"r"}, set())
+    rest = np.concatenate([content(1), content(2)]).reshape(-1, RUN)[2:]
+    assert (rig.pool.memory[10:16] == rest).all()
+    assert not rig.pool.memory[:10].any()
+    assert not rig.pool.memory[16:].any()
+
+
+@pytest.mark.parametrize(
+    ("first", "stop_at", "bad"), [(0, 1, (14, 22)), (0, 0, (10, 22)), (6, 1, (10, 16)), (6, 2, (12, 16))]
+)
+def test_what_does_not_come_is_bad(rig, first, stop_at, bad):
+    fill(rig, 3)
+    rig.client.stop_at = stop_at
+    rig.transfers.begin([load(3, first=first)])
+    assert rig.ended() == ({"r"}, set(range(*bad)))
+    counts = rig.transfers.take_counts()
+    assert counts["blocks:unreachable"] == 1
+    assert rig.failures == []
+
+
+def test_a_device_that_fails_makes_the_whole_load_bad(rig):
+    fill(rig, 3)
+    rig.pool.fail_at = 15
+    rig.transfers.begin([load(3)])
+    assert rig.ended() == ({"r"}, set(range(10, 22)))
+    assert rig.failures == ["load"]
+
+
+def test_loads_fail_at_once_without_a_fleet_or_a_hit():
+    rig = Rig(start=False)
+    rig.transfers.begin([load(2)])
+    assert rig.ended() == ({"r"}, set(range(10, 18)))
+    rig.transfers.start(rig.clients)
+    rig.transfers.begin([Load("s", Scope(), None, 0, (3, 4))])
+    assert rig.ended() == ({"s"}, {3, 4})
+    rig.transfers.close()
+
+
+def test_a_load_ends_early_when_its_request_does(rig):
+    fill(rig, 3)
+    rig.pool.go_on.clear()
+    rig.transfers.begin([load(3)])
+    assert rig.pool.entered.wait(30.0)
+    assert rig.transfers.ended({"r", "unknown"}) == set(), "it is still writing to the engine's blocks"
+    rig.pool.go_on.set()
+    assert rig.ended() == ({"r"}, set(range(10, 22)))
+    assert rig.transfers.take_counts() == {"loads_cancelled": 1}
+    assert rig.transfers.ended({"r"}) == set(), "each load is told of once"
+
+
+def test_several_loads_at_once(rig):
+    fill(rig, 2)
+    rig.transfers.begin([load(1, request="a", table=0), load(2, request="b", table=20)])
+    assert rig.ended(wait=2) == ({"a", "b"}, set())
+    assert (rig.pool.memory[0:4].reshape(-1) == content(0)).all()
+    assert (rig.pool.memory[20:28].reshape(2, -1) == [content(0), content(1)]).all()
+
+
+# saves
+
+
+def save(count: int, start: int = 0) -> Save:
+    """Blocks [start, count), in engine blocks from 0 on."""
+    return Save(Scope(), keys(count), start, tuple(range((count - start) * PER)))
+
+
+def test_blocks_are_stored_as_they_were_in_their_step(rig):
+    rig.pool.memory[:12] = np.arange(12 * RUN).reshape(12, RUN)
+    before = rig.pool.memory.copy()
+    rig.client.at_once = False
+    rig.transfers.save([save(3)])
+    rig.pool.memory[:] = 255  # vLLM gives the blocks to another request
+    assert not rig.transfers.idle()
+    for _, store in rig.client.tasks:
+        store()
+    assert rig.transfers.idle()
+    stored = [rig.client.blocks[key] for key in split(keys(3))]
+    assert (np.concatenate(stored) == before[:12].reshape(-1)).all()
+    assert rig.transfers.take_counts() == {"saved_blocks": 3, "saved_bytes": 3 * BLOCK_BYTES}
+    assert rig.staging.num_free == rig.staging.num_buffers
+
+
+def test_what_this_node_has_is_not_copied(rig):
+    fill(rig, 5)
+    for index in (1, 2, 4):
+        del rig.client.blocks[split(keys(5))[index]]
+    rig.transfers.save([save(5)])
+    assert rig.client.stored == [(1, 3), (4, 5)]
+
+
+def test_more_than_the_buffers_hold_is_dropped_and_counted():
+    rig = Rig(buffers=2)
+    rig.client.at_once = False
+    rig.transfers.save([save(3)])
+    rig.transfers.save([save(4, start=3)])
+    assert rig.client.stored == [(0, 2)]
+    assert rig.transfers.take_counts() == {"dropped_blocks:buffer_full": 2}
+    rig.client.tasks[0][1]()
+    rig.transfers.save([save(4, start=2)])
+    assert rig.client.stored == [(0, 2), (2, 4)]
+    rig.transfers.close()
+
+
+def test_nothing_is_saved_without_a_fleet():
+    rig = Rig(start=False)
+    rig.transfers.save([save(3)])
+    assert rig.client.stored == []
+    assert rig.transfers.take_counts() == {"dropped_blocks:not_ready": 3}
+    rig.transfers.close()
+
+
+def test_a_new_scope_is_ready_for_the_next_save(rig):
+    scope = Scope(reset="word")
+    rig.transfers.save([Save(scope, keys(1), 0, tuple(range(PER)))])
+    assert rig.client.stored == []
+    assert rig.clients.get(scope) is rig.client
+    rig.transfers.save([Save(scope, keys(1), 0, tuple(range(PER)))])
+    assert rig.client.stored == [(0, 1)]
+
+
+def test_the_engine_goes_on_after_the_copies(rig):
+    rig.transfers.fence()
+    assert rig.pool.fences == 1
+
+
+def test_clients_used_longest_ago_are_closed():
+    closed: list[str] = []
+
+    class Closable:
+        def __init__(self, scope: Scope) -> None:
+            self.name = scope.reset
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    make: Any = Closable
+    clients = ScopedClients(make)
+    for number in range(16):
+        clients.get(Scope(reset=str(number)))
+    assert clients.ready(Scope(reset="0")) is clients.get(Scope(reset="0"))
+    clients.get(Scope(reset="16"))
+    assert closed == ["1"]
+    assert clients.ready(Scope(reset="1")) is None
+    assert len(clients.all()) == 16

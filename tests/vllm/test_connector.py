@@ -1,0 +1,208 @@
+"""The same text with and without the fleet, wherever the KV comes from; and it does come from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvfleet import Fleet
+from kvfleet.node.messages import Source
+from tests.cluster.engine_process import here, node_status
+from tests.conftest import wait_for
+from tests.vllm.conftest import running_fleet
+from tests.vllm.engines import ENGINE_BLOCK_TOKENS, Answer, EngineProcess, connector
+
+BLOCK_TOKENS = 64
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, head size, float32
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+HITS = "vllm:external_prefix_cache_hits"
+FROM_FLEET = "vllm:prompt_tokens_by_source{source=external_kv_transfer}"
+
+_RULES = "".join(
+    f"You are a helpful assistant that answers geography questions briefly. Rule {i}: be precise about place {i}. "
+    for i in range(40)
+)
+PROMPT = _RULES + "The capital of France is"
+OTHER = _RULES + "The capital of Italy is"
+UNIQUE = "Once upon a time, in a land of " + ", ".join(f"hill {i}" for i in range(100)) + ", there lived"
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine: Callable[..., EngineProcess], model: Path) -> Iterator[dict[str, Answer]]:
+    """Answers of a vLLM that knows nothing of kvfleet."""
+    engine = start_engine("here", model)
+    yield {prompt: engine.ask([prompt])[0] for prompt in (PROMPT, OTHER, UNIQUE)}
+    engine.stop()
+
+
+def whole_blocks(answer: Answer) -> int:
+    """Blocks of a prompt that can be found."""
+    return answer.prompt_tokens // BLOCK_TOKENS
+
+
+def fleet_tokens(engine: EngineProcess) -> int:
+    """Prompt tokens that vLLM says came from the fleet."""
+    metrics = engine.metrics()
+    assert metrics.get(HITS, 0) == metrics.get(FROM_FLEET, 0)
+    return int(metrics.get(HITS, 0))
+
+
+def saved(engine: EngineProcess) -> None:
+    """Wait until all that an engine has computed is in the fleet."""
+    wait_for(engine.is_saved, "the engine's blocks are stored")
+
+
+@pytest.fixture(scope="module")
+def first(fleet: Fleet, start_engine: Callable[..., EngineProcess], model: Path) -> EngineProcess:
+    """An engine on this node."""
+    return start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def other_node(fleet: Fleet, start_engine: Callable[..., EngineProcess], model: Path) -> EngineProcess:
+    """An engine on the other node."""
+    return start_engine("elsewhere", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
+
+
+def test_cold_then_warm(first, plain):
+    (cold,) = first.ask([PROMPT])
+    assert (cold.text, cold.token_ids) == (plain[PROMPT].text, plain[PROMPT].token_ids)
+    assert (cold.cached_tokens, fleet_tokens(first)) == (0, 0)
+    saved(first)
+    blocks = whole_blocks(cold)
+    assert first.stats().stored_blocks == blocks
+    assert first.stats().stored_bytes == blocks * BLOCK_BYTES
+
+    first.forget()
+    (warm,) = first.ask([PROMPT])
+    assert (warm.text, warm.token_ids) == (cold.text, cold.token_ids)
+    assert warm.cached_tokens == fleet_tokens(first) == blocks * BLOCK_TOKENS
+    assert first.stats().num_bytes == {Source.DRAM: blocks * BLOCK_BYTES}
+    counted = first.metrics()
+    assert counted["vllm:kvfleet_loaded_bytes{source=dram}"] == blocks * BLOCK_BYTES
+    assert counted["vllm:kvfleet_blocks{outcome=dram}"] == blocks
+    assert counted["vllm:kvfleet_saved_bytes"] == blocks * BLOCK_BYTES
+    assert not [name for name in counted if "errors" in name or "dropped" in name]
+
+
+def test_another_process_on_the_same_node(fleet, first, plain, start_engine, model):
+    engine = start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
+    (answer,) = engine.ask([PROMPT])
+    blocks = whole_blocks(answer)
+    assert answer.text == plain[PROMPT].text
+    assert answer.cached_tokens == fleet_tokens(engine) == blocks * BLOCK_TOKENS
+    assert engine.stats().num_bytes == {Source.DRAM: blocks * BLOCK_BYTES}
+    engine.stop()
+
+
+def test_another_node(fleet, first, other_node, plain):
+    (answer,) = other_node.ask([PROMPT])
+    blocks = whole_blocks(answer)
+    assert answer.text == plain[PROMPT].text
+    assert answer.cached_tokens == fleet_tokens(other_node) == blocks * BLOCK_TOKENS
+    assert other_node.stats().num_bytes == {Source.PEER: blocks * BLOCK_BYTES}
+    status = node_status(fleet, here())
+    assert status is not None
+    assert status.sent_bytes == blocks * BLOCK_BYTES
+    assert other_node.metrics()["vllm:prompt_tokens_cached_by_source{source=p2p}"] == blocks * BLOCK_TOKENS
+
+
+def test_only_what_vllm_lacks_is_loaded(other_node, plain):
+    """vLLM holds the first half of a block: the rest of it is filled, and what it holds stays."""
+    other_node.forget()
+    before = fleet_tokens(other_node)
+    ids = other_node.call(_tokens, PROMPT)
+    held = BLOCK_TOKENS + ENGINE_BLOCK_TOKENS
+    (short,) = other_node.ask([{"prompt_token_ids": ids[: held + 1]}], max_tokens=1)
+    assert short.cached_tokens == BLOCK_TOKENS  # whole blocks from the fleet; the half block is computed
+    (answer,) = other_node.ask([PROMPT])
+    assert answer.text == plain[PROMPT].text
+    assert answer.cached_tokens == whole_blocks(answer) * BLOCK_TOKENS
+    assert fleet_tokens(other_node) - before == answer.cached_tokens - held + BLOCK_TOKENS
+
+
+def test_another_end(first, other_node, plain):
+    """A prompt that shares all but its end, and one that shares nothing, at the same time."""
+    first.forget()
+    before = fleet_tokens(first)
+    answers = first.ask([OTHER, UNIQUE])
+    assert [answer.text for answer in answers] == [plain[OTHER].text, plain[UNIQUE].text]
+    assert [answer.cached_tokens for answer in answers] == [whole_blocks(answers[0]) * BLOCK_TOKENS, 0]
+    assert fleet_tokens(first) - before == answers[0].cached_tokens
+
+
+def test_generated_tokens_are_found_in_the_next_turn(first, other_node):
+    (turn,) = first.ask([UNIQUE], max_tokens=160)
+    saved(first)
+    ids = [*first.call(_tokens, UNIQUE), *turn.token_ids, 198]
+    (answer,) = other_node.ask([{"prompt_token_ids": ids}], max_tokens=8)
+    # The last generated token is never run through the model.
+    assert answer.cached_tokens == (len(ids) - 2) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert answer.cached_tokens > turn.prompt_tokens
+
+
+def test_salts_are_apart(first, other_node, plain):
+    before = fleet_tokens(other_node)
+    salted = {"prompt": PROMPT, "cache_salt": "tenant"}
+    (cold,) = first.ask([salted])
+    assert (cold.text, cold.cached_tokens) == (plain[PROMPT].text, 0)
+    saved(first)
+    (other,) = other_node.ask([{"prompt": PROMPT, "cache_salt": "another"}])
+    assert (other.text, other.cached_tokens) == (plain[PROMPT].text, 0)
+    (same,) = other_node.ask([salted])
+    assert (same.text, same.cached_tokens) == (plain[PROMPT].text, whole_blocks(same) * BLOCK_TOKENS)
+    assert fleet_tokens(other_node) - before == same.cached_tokens
+
+
+def test_after_a_reset_nothing_is_shared(first, other_node):
+    """As when weights are changed in place: what is stored from then on is this engine's alone."""
+    other_node.reset()
+    before = fleet_tokens(other_node)
+    (answer,) = other_node.ask([PROMPT])
+    assert (answer.cached_tokens, fleet_tokens(other_node)) == (0, before)
+    saved(other_node)
+    other_node.forget()
+    assert other_node.ask([PROMPT])[0].cached_tokens == whole_blocks(answer) * BLOCK_TOKENS
+
+
+def _tokens(engine: object, prompt: str) -> list[int]:
+    return engine._llm.get_tokenizer().encode(prompt)  # type: ignore[attr-defined,no-any-return]
+
+
+def test_the_first_engine_dies_and_another_node_goes_on(plain, start_engine, model, ray_cluster):
+    with running_fleet() as fleet:
+        settings = connector(fleet.config.name, block_tokens=BLOCK_TOKENS)
+        engine = start_engine("here", model, kv_transfer_config=settings)
+        (cold,) = engine.ask([PROMPT])
+        assert cold.cached_tokens == 0
+        saved(engine)
+        os.kill(engine.process, signal.SIGKILL)
+        heir = start_engine("elsewhere", model, kv_transfer_config=settings)
+        (answer,) = heir.ask([PROMPT])
+        blocks = whole_blocks(answer)
+        assert answer.text == plain[PROMPT].text
+        assert answer.cached_tokens == fleet_tokens(heir) == blocks * BLOCK_TOKENS
+        assert heir.stats().num_bytes == {Source.PEER: blocks * BLOCK_BYTES}
+        heir.stop()
+
+
+def test_shared_storage_after_a_restart_of_the_fleet(plain, start_engine, model, ray_cluster, tmp_path):
+    shared = f"file://{tmp_path}"
+    with running_fleet(shared_url=shared) as fleet:
+        engine = start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
+        assert engine.ask([PROMPT])[0].cached_tokens == 0
+        saved(engine)
+        engine.stop()
+    with running_fleet(shared_url=shared) as fleet:
+        assert fleet.wait_for_shared(30.0)
+        engine = start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
+        (answer,) = engine.ask([PROMPT])
+        blocks = whole_blocks(answer)
+        assert answer.text == plain[PROMPT].text
+        assert answer.cached_tokens == fleet_tokens(engine) == blocks * BLOCK_TOKENS
+        assert engine.stats().num_bytes == {Source.SHARED: blocks * BLOCK_BYTES}
+        engine.stop()
