@@ -239,8 +239,9 @@ def connect(name: str = "default", *, address: str | None = None, node_id: str |
     Args:
         name: of the fleet.
         address: of the Ray cluster. None: the one this process is connected to, else any that runs here.
-        node_id: of the Ray node whose arena clients use, in hex. None: the one this process hangs on. For machines
-            that run several Ray nodes, where a child of a Ray worker may hang on another than its parent.
+        node_id: of the Ray node whose arena clients use, in hex. None: the one this process hangs on. For children of
+            Ray workers on machines that run several Ray nodes: they may hang on another than their parent. A Ray
+            worker uses its own in any case.
 
     Raises:
         ConfigError: there is no such fleet.
@@ -248,4 +249,6 @@ def connect(name: str = "default", *, address: str | None = None, node_id: str |
         ConnectionError: there is no Ray at `address`.
     """
     _join_ray(address or "auto")
+    if worker.global_worker.mode == ray.WORKER_MODE:
+        node_id = None
     return Fleet(running_config(name, _CALL_TIMEOUT_S), owns_ray=False, node_id=node_id)

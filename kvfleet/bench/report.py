@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from kvfleet.config import KIB, MIB
 
-__all__ = ["Report", "Row", "Run", "measure", "table", "to_json"]
+__all__ = ["Report", "Row", "Run", "measure", "median_interval", "quantile", "table", "to_json"]
 
 Run = Callable[[], float]
 """Does the work once and returns the seconds it took; what it only prepares, it leaves out."""
@@ -34,6 +35,7 @@ class Row:
         moved_bytes: by one run; 0 if it moves none.
         seconds: of each run.
         of_floor: speed as a fraction of the floor's: median over the rounds, of which each ran both.
+        of_floor_95: interval that holds that median with a probability of 95 % or more.
     """
 
     name: str
@@ -42,11 +44,11 @@ class Row:
     moved_bytes: int
     seconds: tuple[float, ...]
     of_floor: float
+    of_floor_95: tuple[float, float]
 
-    def ms(self, quantile: float) -> float:
+    def ms(self, q: float) -> float:
         """A quantile of the runs, nearest rank, in milliseconds."""
-        ordered = sorted(self.seconds)
-        return 1e3 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+        return 1e3 * quantile(self.seconds, q)
 
     @property
     def gb_per_s(self) -> float:
@@ -56,11 +58,36 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Outcome of one benchmark. `measures`: in words, what was timed and what the floor is."""
+    """Outcome of one benchmark.
+
+    Attributes:
+        measures: in words, what was timed and what the floor is.
+        count: what a row's `num_blocks` counts.
+    """
 
     bench: str
     measures: str
     rows: tuple[Row, ...]
+    count: str = "blocks"
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The value of nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what the values were drawn from lies, with a probability of 95 % or more.
+
+    Between two of the values, whatever the distribution: the number of values below the median is binomial. With
+    fewer than six values, the smallest and the largest, which promise less.
+    """
+    ordered, count = sorted(values), len(values)
+    skip, tail = 0, 0.5**count
+    while 2 * (tail := tail + math.comb(count, skip + 1) * 0.5**count) <= 0.05:
+        skip += 1
+    return ordered[skip], ordered[count - 1 - skip]
 
 
 def measure(
@@ -83,6 +110,7 @@ def measure(
             seconds[name].append(run())
     counted = {name: tuple(times[warmups:]) for name, times in seconds.items()}
     floor = next(iter(counted.values()))
+    ratios = {name: [f / t for f, t in zip(floor, times, strict=True)] for name, times in counted.items()}
     return [
         Row(
             name=name,
@@ -90,7 +118,8 @@ def measure(
             num_blocks=num_blocks,
             moved_bytes=block_bytes * num_blocks if moves else 0,
             seconds=times,
-            of_floor=statistics.median(f / t for f, t in zip(floor, times, strict=True)),
+            of_floor=statistics.median(ratios[name]),
+            of_floor_95=median_interval(ratios[name]),
         )
         for name, times in counted.items()
     ]
@@ -101,9 +130,9 @@ def table(report: Report) -> Table:
     moves = any(row.moved_bytes for row in report.rows)
     shown = Table(title=f"kvfleet bench {report.bench}", caption=report.measures, caption_justify="left")
     shown.add_column("block", justify="right")
-    shown.add_column("blocks", justify="right")
+    shown.add_column(report.count, justify="right")
     shown.add_column("what")
-    titles = [*(["GB/s"] if moves else []), "p50 ms", "p90 ms", "max ms", "of floor"]
+    titles = [*(["GB/s"] if moves else []), "p50 ms", "p90 ms", "max ms", "of floor", "95 %"]
     for title in titles:
         shown.add_column(title, justify="right")
     before: Row | None = None
@@ -112,7 +141,7 @@ def table(report: Report) -> Table:
         if new and before is not None:
             shown.add_section()
         shown.add_row(
-            _size(row.block_bytes) if new else "",
+            _size(row.block_bytes) if new and row.block_bytes else "",
             str(row.num_blocks) if new else "",
             row.name,
             *([f"{row.gb_per_s:.2f}"] if moves else []),
@@ -120,6 +149,7 @@ def table(report: Report) -> Table:
             f"{row.ms(0.9):.2f}",
             f"{row.ms(1.0):.2f}",
             f"{row.of_floor:.2f}",
+            "-".join(f"{end:.2f}" for end in row.of_floor_95),
         )
         before = row
     return shown

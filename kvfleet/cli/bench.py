@@ -99,14 +99,39 @@ def peer(
         _tell("peer", bench.MEASURES, rows, json_file)
 
 
+@app.command()
+def vllm(
+    model: Annotated[
+        str | None, typer.Option(help="Name at Hugging Face or directory. Default: SmolLM2 as in the demo.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=256, help="Of a prompt.")] = 1024,
+    repeats: Repeats = 20,
+    json_file: JsonFile = None,
+    address: RayAddress = None,
+) -> None:
+    """Requests to vLLM with and without the connector; floor: without."""
+    from kvfleet.bench import vllm as bench
+    from kvfleet.bench.workload import running_fleet
+    from kvfleet.cli.demo_model import prepare_smollm2
+    from kvfleet.config import GIB
+    from kvfleet.connectors.filedigests import cache_directory
+
+    with plain_errors(), running_fleet(2 * GIB, address) as fleet:
+        name = model or str(prepare_smollm2(cache_directory()))
+        with bench.engines(fleet, name, tokens) as pair:
+            rows = bench.rows(pair, tokens, repeats)
+            hooks = bench.hook_times(pair)
+        _tell("vllm", f"{bench.MEASURES} {hooks}.", rows, json_file, count="tokens")
+
+
 def _sizes(block_tokens: list[int], blocks: list[int]) -> list[tuple[int, int]]:
     return [(size, count) for size in block_tokens for count in blocks]
 
 
-def _tell(bench: str, measures: str, rows: list[Row], json_file: Path | None) -> None:
+def _tell(bench: str, measures: str, rows: list[Row], json_file: Path | None, count: str = "blocks") -> None:
     from kvfleet.bench.report import Report, table, to_json
 
-    report = Report(bench, measures, tuple(rows))
+    report = Report(bench, measures, tuple(rows), count)
     Console().print(table(report))
     if json_file is not None:
         json_file.write_text(to_json(report) + "\n")

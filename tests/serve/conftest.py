@@ -13,7 +13,7 @@ import signal
 import socket
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,11 @@ class Serving:
     cluster: Cluster
     port: int
     fleet: Fleet
+    started: list[_Started] = field(default_factory=list)
+
+    def note_processes(self) -> None:
+        """Remember what runs now, to be cleared away at the end. To be called before engines are ended."""
+        self.started.extend(_grandchildren())
 
     @property
     def nodes(self) -> list[str]:
@@ -133,7 +138,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
 def serving() -> Iterator[Serving]:
     """Two nodes, Serve, and a fleet that runs; the module deploys what it likes."""
     cluster = Cluster()
-    started: list[_Started] = []
+    serving = None
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=_CPUS, object_store_memory=256 * MIB, include_dashboard=False)
@@ -142,12 +147,13 @@ def serving() -> Iterator[Serving]:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         fleet = kvfleet.start(FleetConfig(name=f"serve-{secrets.token_hex(4)}", dram_bytes=256 * MIB))
         fleet.up()
-        yield Serving(cluster, port, fleet)
-        started = _grandchildren()
+        serving = Serving(cluster, port, fleet)
+        yield serving
+        serving.note_processes()
         serve.shutdown()
         assert fleet.stop() == 0
     finally:
-        started += _grandchildren()
+        started = [*(serving.started if serving is not None else ()), *_grandchildren()]
         ray.shutdown()
         cluster.shutdown()
         _clear_away(started)
@@ -208,12 +214,12 @@ def _grandchildren() -> list[_Started]:
 
 
 def _mapped(pid: int) -> frozenset[Path]:
-    """Files of vLLM in shared memory that a process uses."""
+    """Message queues and semaphores of vLLM in shared memory that a process uses."""
     found = set()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             path = Path(line.split(maxsplit=5)[-1])
-            if path.parent == SHARED_MEMORY and path.name.startswith(("psm_", "vllm_offload_")):
+            if path.parent == SHARED_MEMORY and path.name.startswith(("psm_", "sem.mp-")):
                 found.add(path)
     return frozenset(found)
 

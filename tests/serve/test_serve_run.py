@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(START_TIMEOUT_S)
 
 @contextmanager
 def serve_run(serving: Serving, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The command, until it is interrupted as a user would."""
+    """The command, until it is interrupted as a user would. What it leaves, its fleet, is stopped."""
     with log.open("wb") as output:
         running = subprocess.Popen(
             [Path(sys.executable).with_name("serve"), "run", "kvfleet.connectors.serve:app", *arguments],
@@ -34,11 +34,15 @@ def serve_run(serving: Serving, log: Path, *arguments: str) -> Iterator[subproce
         )
         try:
             yield running
-            running.send_signal(signal.SIGINT)
-            running.wait(timeout=60)
         finally:
+            serving.note_processes()
+            running.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(timeout=60)
             running.kill()
             running.wait()
+            with suppress(kvfleet.ConfigError):  # it was never started
+                assert kvfleet.connect(FLEET).stop() == 0
 
 
 def runs(application: str) -> bool:
@@ -61,7 +65,7 @@ def test_replicas_on_two_nodes_share_a_fleet(serving, tmp_path):
         'engine_kwargs={"enforce_eager": true}',
     ]
     with serve_run(serving, log, *arguments) as running:
-        wait_for(lambda: runs("default") or running.poll() is not None, "it runs", START_TIMEOUT_S / 2)
+        wait_for(lambda: runs("default") or running.poll() is not None, "it runs", START_TIMEOUT_S * 0.75)
         assert running.poll() is None, log.read_text()
         fleet = kvfleet.connect(FLEET)
         assert (fleet.config.dram_bytes, fleet.config.shared_url) == (256 * MIB, f"file://{shared}")
@@ -71,4 +75,3 @@ def test_replicas_on_two_nodes_share_a_fleet(serving, tmp_path):
         # Which replica answers is Serve's choice.
         blocks = answer.usage["prompt_tokens"] // 256
         wait_for(lambda: sum(node.saved_blocks for node in fleet.status().nodes) == blocks, "its blocks are saved")
-    assert fleet.stop() == 0

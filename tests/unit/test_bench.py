@@ -7,7 +7,7 @@ import json
 
 from rich.console import Console
 
-from kvfleet.bench.report import Report, measure, table, to_json
+from kvfleet.bench.report import Report, measure, median_interval, table, to_json
 
 MIB = 1 << 20
 
@@ -26,6 +26,14 @@ def test_rounds_are_compared_pair_by_pair_and_warmups_dropped():
     floor, work = rows()
     assert (floor.seconds, work.seconds) == ((1.0, 2.0, 4.0), (2.0, 2.0, 5.0))
     assert (floor.of_floor, work.of_floor) == (1.0, 0.8)
+
+
+def test_the_interval_of_a_median():
+    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    # From tables of the sign test: the 6th and 15th of 20, the 40th and 61st of 100.
+    assert median_interval([float(n) for n in range(1, 21)]) == (6.0, 15.0)
+    assert median_interval([float(n) for n in range(1, 101)]) == (40.0, 61.0)
+    assert rows()[1].of_floor_95 == (0.5, 1.0)
 
 
 def test_cases_take_turns():

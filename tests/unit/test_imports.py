@@ -46,6 +46,7 @@ MAY_IMPORT_RAY = {
     "kvfleet.connectors.serve_backend",
     # These two start raylets on this machine and place work on each.
     "kvfleet.bench.peer",
+    "kvfleet.bench.vllm",
     "kvfleet.cli.demo_cluster",
 }
 

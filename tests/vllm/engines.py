@@ -77,6 +77,11 @@ class Engine:
     def pid(self) -> int:
         return os.getpid()
 
+    def close(self) -> bool:
+        """Shut vLLM down, which removes its shared memory."""
+        self._llm.llm_engine.engine_core.shutdown()
+        return True
+
     def ask(self, prompts: list[Any], max_tokens: int = 8, **request: Any) -> list[Answer]:
         """Greedy answers to prompts that are in the engine at the same time."""
         from vllm import SamplingParams
@@ -169,4 +174,10 @@ class EngineProcess:
         return reference
 
     def stop(self) -> None:
+        """Shut vLLM down, as far as it still runs, and end the process."""
+        try:
+            closed = ray.get(self._actor.close.remote(), timeout=ANSWER_TIMEOUT_S)
+        except ray.exceptions.ActorDiedError:
+            return
         ray.kill(self._actor)
+        assert closed, "something was left when vLLM had shut down"

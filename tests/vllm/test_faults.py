@@ -20,14 +20,24 @@ from tests.conftest import wait_for
 from tests.seaweed import seaweed
 from tests.vllm.conftest import running_fleet
 from tests.vllm.engines import ANSWER_TIMEOUT_S, Answer, EngineProcess, connector
-from tests.vllm.test_connector import BLOCK_BYTES, BLOCK_TOKENS, PROMPT, UNIQUE, fleet_tokens, saved, whole_blocks
+from tests.vllm.test_connector import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    FROM_FLEET,
+    HITS,
+    PROMPT,
+    UNIQUE,
+    fleet_tokens,
+    saved,
+    whole_blocks,
+)
 
 LOAD_TIMEOUT_S = 2.0
 
 
 @pytest.fixture(scope="module")
 def fleet(ray_cluster: object) -> Iterator[Fleet]:
-    with running_fleet(load_timeout_s=LOAD_TIMEOUT_S, attach_timeout_s=5.0) as running:
+    with running_fleet(load_timeout_s=LOAD_TIMEOUT_S, attach_timeout_s=15.0) as running:
         yield running
 
 
@@ -215,7 +225,9 @@ def test_shared_storage_goes_away(start_engine, model, ray_cluster, expected):
             stats = engine.stats()
             assert Source.SHARED not in stats.num_bytes
             assert stats.blocks[Miss.UNREACHABLE] == 1
-            assert fleet_tokens(engine) == whole_blocks(answer) * BLOCK_TOKENS, "vLLM was promised them"
+            metrics = engine.metrics()
+            assert metrics[HITS] == whole_blocks(answer) * BLOCK_TOKENS, "vLLM was promised them"
+            assert FROM_FLEET not in metrics, "and knows that they did not come"
             (cold,) = engine.ask([UNIQUE])
             assert cold.cached_tokens == 0
             engine.stop()

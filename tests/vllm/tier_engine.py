@@ -11,7 +11,7 @@ from typing_extensions import override
 from kvfleet.client import Client
 from kvfleet.core.block import engine_keys, split
 from tests.cluster.engine_process import on
-from tests.vllm.engines import ANSWER_TIMEOUT_S, ENGINE_BLOCK_TOKENS, Engine, EngineProcess
+from tests.vllm.engines import ENGINE_BLOCK_TOKENS, Engine, EngineProcess
 
 CHUNK_TOKENS = 64
 CHUNK_BYTES = CHUNK_TOKENS * 46_080  # SmolLM2 in float32
@@ -62,6 +62,7 @@ class TierEngine(Engine):
         self._llm.llm_engine.step()
         return not self.tier().has_pending_work()
 
+    @override
     def close(self) -> bool:
         """Shut vLLM down. Returns whether the tier is done with everything."""
         tier = self.tier()
@@ -103,10 +104,3 @@ class TierEngineProcess(EngineProcess):
         options: dict[str, Any] = on(node) | {"max_concurrency": 2}
         arguments = {"kv_transfer_config": offloading(fleet, cpu_chunks, **settings)}
         self._actor: Any = ray.remote(TierEngine).options(**options).remote(model, arguments, {})
-
-    @override
-    def stop(self) -> None:
-        """Shut vLLM down as it does itself, which removes its shared memory, and end the process."""
-        closed = ray.get(self._actor.close.remote(), timeout=ANSWER_TIMEOUT_S)
-        ray.kill(self._actor)
-        assert closed, "something of the tier was left when vLLM had shut it down"
