@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 from typing import Protocol
@@ -56,6 +57,27 @@ class DirectoryPort(Protocol):
 
     def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
         """See `Directory.locate`."""
+
+
+# Clients of one process share a mapping: its page tables take a five-hundredth of an arena's size. A forked child has
+# its parent's clients and never uses them; its own ones map the arena anew.
+_mappings: weakref.WeakValueDictionary[tuple[int, str, bytes], Arena] = weakref.WeakValueDictionary()
+_mapping_lock = threading.Lock()
+
+
+def _mapped(path: Path, arena_id: bytes) -> tuple[Arena, bool]:
+    """An arena as this process has it mapped, and whether that was done now.
+
+    Raises:
+        TierError: it is not there, or another one.
+    """
+    key = (os.getpid(), str(path), arena_id)
+    with _mapping_lock:
+        arena = _mappings.get(key)
+        if arena is not None:
+            return arena, False
+        arena = _mappings[key] = Arena.attach(path, arena_id)
+        return arena, True
 
 
 def _touch(arena: Arena, stop: threading.Event) -> None:
@@ -159,14 +181,15 @@ class AttachedNode:
     def _map(self, attachment: Attachment) -> Arena:
         if self._arena is not None and self._arena.arena_id == attachment.arena_id:
             return self._arena
-        arena = Arena.attach(Path(attachment.arena_path), attachment.arena_id)
+        arena, new = _mapped(Path(attachment.arena_path), attachment.arena_id)
         lock = FileLock(Path(attachment.clients_dir) / f"{self.client_id:016x}")
         if self._client_lock is not None:
             self._client_lock.release()  # it may be the same file; nothing is reserved in the new arena yet
         if not lock.acquire():
             raise TierUnavailableError("dram", "this client's lock file is held by another process")
         self._arena, self._client_lock, self._retry_at = arena, lock, 0.0
-        threading.Thread(target=_touch, args=(arena, self._closing), name="kvfleet-touch", daemon=True).start()
+        if new:
+            threading.Thread(target=_touch, args=(arena, self._closing), name="kvfleet-touch", daemon=True).start()
         return arena
 
     def close(self, timeout_s: float = _RETRY_S) -> None:
@@ -183,6 +206,4 @@ class AttachedNode:
         if self._client_lock is not None:
             self._client_lock.release()
             self._client_lock = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._arena = None  # the mapping ends with its last user

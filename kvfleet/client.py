@@ -65,6 +65,7 @@ class Client:
         self._stats = self._worker.stats
         self._word = np.dtype(f"u{spec.layout.itemsize}")
         self._warn_at = 0.0
+        self.closed = False
 
     def attach(self, timeout_s: float | None = None) -> None:
         """Map the node's arena now instead of at the first use.
@@ -78,6 +79,7 @@ class Client:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish queued stores within `timeout_s`, then let go of the node."""
+        self.closed = True
         deadline = time.monotonic() + timeout_s
         if self._worker.close(timeout_s):
             self._node.close(max(0.0, deadline - time.monotonic()))

@@ -62,6 +62,7 @@ class Fleet:
         """
         calls = ManagerCalls(self.config, self._node_id or _here())
         client = Client(model, calls, DirectoryCalls(self.config.name), self.config, shard=shard)
+        self._clients = [other for other in self._clients if not other.closed]
         self._clients.append(client)
         return client
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvfleet.connectors.vllm.adapters import Adapters
 from kvfleet.connectors.vllm.identity import AdapterRef
 from kvfleet.connectors.vllm.lookups import Lookups
 from kvfleet.connectors.vllm.plan import Load
@@ -81,6 +82,7 @@ class Request:
     block_hashes: Any  # a list
     kv_transfer_params: dict[str, Any] | None = None
     lora_request: Any = None
+    skip_reading_prefix_cache: bool | None = None
 
 
 class Inline:
@@ -118,7 +120,7 @@ class Rig:
     def __init__(self, *, saves: bool = True) -> None:
         self.clock = Clock()
         self.failures: list[str] = []
-        self.lookups = Lookups(BLOCK, ENGINE_BLOCK, self.read_adapter, self.failed, self.clock)
+        self.lookups = Lookups(BLOCK, ENGINE_BLOCK, Adapters(self.read_adapter), self.failed, self.clock)
         self.scheduling = Scheduling(self.lookups, ENGINE_BLOCK, BLOCK, saves=saves)
         self.threads = Inline()
         self.lookups._asking.shutdown()
@@ -215,7 +217,7 @@ def test_only_what_the_engine_lacks_is_counted(rig, computed, expected):
 def test_blocks_before_those_of_the_engine_are_not_needed(rig):
     request = Request("r", hashes(12))
     rig.client.here.update(keys(request)[1:])
-    assert rig.scheduling.matched_tokens(request, 0) == 0
+    assert rig.scheduling.matched_tokens(Request("cold", hashes(12)), 0) == 0
     assert rig.scheduling.matched_tokens(request, 80) == 112
 
 
@@ -236,6 +238,38 @@ def test_a_directory_that_fails_is_left_alone_for_a_while(rig):
     assert rig.scheduling.matched_tokens(Request("1", hashes(12)), 0) == 0
     assert rig.scheduling.matched_tokens(Request("2", hashes(12)), 0) == 0
     assert rig.client.asked == [(0, 3)]
+
+
+def test_an_answer_holds_while_the_engine_gains_tokens_itself(rig):
+    request = Request("r", hashes(12))
+    rig.client.elsewhere.update(keys(request))
+    rig.threads.held = True
+    for computed in (0, 16, 32, 64):
+        assert rig.scheduling.matched_tokens(request, computed) is None
+    rig.threads.run()
+    assert rig.scheduling.matched_tokens(request, 80) == 112
+    assert rig.client.asked == [(0, 3)]
+    rig.scheduling.allocated(request, list(range(12)), 112)
+    (load,) = rig.scheduling.take_loads()
+    assert load.hit is not None
+    assert (load.first, load.hit.start_block, load.hit.num_blocks) == (5, 1, 3)
+    assert [(run.start, run.stop) for run in load.hit.runs] == [(1, 3)]
+
+
+def test_an_answer_does_not_hold_when_the_engine_loses_tokens(rig):
+    request = Request("r", hashes(12))
+    rig.client.elsewhere.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 128) == 64
+    assert rig.scheduling.matched_tokens(request, 0) == 192
+    assert rig.client.asked == [(2, 3), (0, 3)]
+
+
+def test_a_request_that_must_be_computed_is(rig):
+    request = Request("r", hashes(12), skip_reading_prefix_cache=True)
+    rig.client.here.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    (save,) = rig.scheduling.saves(step(new=[("r", 0, list(range(12)))], scheduled={"r": 64}))
+    assert save.start_block == 0, "what it computes is as good as any"
 
 
 def test_an_old_answer_is_asked_for_again(rig):
@@ -276,6 +310,13 @@ def test_a_shorter_allocation_shortens_the_load(rig):
 def test_a_load_without_a_hit_is_told_to_the_workers_to_fail(rig):
     rig.scheduling.allocated(Request("r", hashes(12)), list(range(12)), 32)
     assert rig.scheduling.take_loads() == (Load("r", Scope(), None, 0, (0, 1)),)
+
+
+def test_a_load_that_cannot_be_planned_fails_too(rig):
+    rig.scheduling.give_up("r", list(range(12)), 32)
+    assert rig.scheduling.take_loads() == (Load("r", Scope(), None, 0, (10, 11)),)
+    rig.scheduling.give_up("r", list(range(12)), 0)
+    assert rig.scheduling.take_loads() == ()
 
 
 def test_nothing_to_load_is_no_load(rig):
@@ -357,42 +398,112 @@ def test_an_engine_that_only_consumes_saves_nothing():
     assert rig.scheduling.saves(step(new=[("r", 0, list(range(8)))], scheduled={"r": 128})) == ()
 
 
+def test_no_more_is_saved_in_a_step_than_there_is_room_for(rig):
+    """What does not fit is saved in the next steps: a hole would hide what is behind it."""
+    rig.scheduling.limit(2)
+    request, other = Request("r", hashes(12)), Request("o", hashes(12, seed=1))
+    admit(rig, request)
+    admit(rig, other)
+    new = [("r", 0, list(range(12))), ("o", 0, list(range(20, 32)))]
+    (save,) = rig.scheduling.saves(step(new=new, scheduled={"r": 192, "o": 64}))
+    assert (save.request_id, save.start_block, len(save.engine_blocks)) == ("r", 0, 2 * PER)
+    cached = [("r", 192, None), ("o", 64, None)]
+    first, second = rig.scheduling.saves(step(cached=cached, scheduled={"r": 1, "o": 1}))
+    assert (first.request_id, first.start_block, first.engine_blocks) == ("r", 2, tuple(range(8, 12)))
+    assert (second.request_id, second.start_block, second.engine_blocks) == ("o", 0, tuple(range(20, 24)))
+
+
+def test_nothing_is_saved_in_a_step_in_which_another_connector_loads(rig):
+    request = Request("r", hashes(8))
+    admit(rig, request)
+    loading = step(new=[("r", 0, list(range(8)))], scheduled={"r": 64})
+    loading.has_sync_kv_loads = True
+    assert rig.scheduling.saves(loading) == ()
+    (save,) = rig.scheduling.saves(step(cached=[("r", 64, None)], scheduled={"r": 64}))
+    assert (save.start_block, len(save.engine_blocks)) == (0, 2 * PER)
+
+
 # adapters, resets, prefill and decode
 
 
-def lora(path: str, number: int = 1, *, again: bool = False) -> Any:
-    return SimpleNamespace(lora_name="ada", lora_path=path, lora_int_id=number, load_inplace=again)
+def lora(path: str, number: int = 1, *, name: str = "ada", again: bool = False) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=number, load_inplace=again)
 
 
 def test_adapters_are_told_apart_by_their_weights(rig):
     rig.adapters.update(one="digest 1", same="digest 1", two="digest 2")
-    scopes = {name: Scope(AdapterRef(name="ada", revision=digest)) for name, digest in rig.adapters.items()}
+    names = {"one": "ada", "same": "ada", "two": "bert"}
+    scopes = {path: Scope(AdapterRef(names[path], digest)) for path, digest in rig.adapters.items()}
     rig.clients.clients.update({scope: FakeClient() for scope in scopes.values()})
     request = Request("r", hashes(8), lora_request=lora("one", 1))
     rig.clients.clients[scopes["one"]].elsewhere.update(keys(request, scopes["one"]))
     assert rig.scheduling.matched_tokens(request, 0) == 2 * BLOCK
     assert rig.scheduling.matched_tokens(Request("s", hashes(8), lora_request=lora("same", 2)), 0) == 2 * BLOCK
-    assert rig.scheduling.matched_tokens(Request("t", hashes(8), lora_request=lora("two", 3)), 0) == 0
+    assert rig.scheduling.matched_tokens(Request("t", hashes(8), lora_request=lora("two", 3, name="bert")), 0) == 0
     assert rig.scheduling.matched_tokens(Request("u", hashes(8)), 0) == 0
 
 
 def test_an_adapter_is_read_once_unless_it_is_loaded_again(rig):
+    """A name that has stood for other weights is this engine's own: vLLM's cache still has blocks of the old ones."""
     rig.adapters["path"] = "old"
-    for digest in ("old", "new"):
-        rig.clients.clients[Scope(AdapterRef(name="ada", revision=digest))] = FakeClient()
-    old, new = (rig.clients.clients[Scope(AdapterRef(name="ada", revision=digest))] for digest in ("old", "new"))
+    old = AdapterRef(name="ada", revision="old")
+    rig.clients.clients[Scope(old)] = FakeClient()
+    rig.clients.get = lambda scope: rig.clients.clients.setdefault(scope, FakeClient())
     rig.scheduling.matched_tokens(Request("1", hashes(8), lora_request=lora("path")), 0)
     rig.adapters["path"] = "new"  # the engine still computes with what it has loaded
     rig.scheduling.matched_tokens(Request("2", hashes(8), lora_request=lora("path")), 0)
-    assert (len(old.asked), len(new.asked)) == (2, 0)
-    rig.scheduling.matched_tokens(Request("3", hashes(8), lora_request=lora("path", again=True)), 0)
-    assert (len(old.asked), len(new.asked)) == (2, 1)
+    assert set(rig.clients.clients) == {Scope(), Scope(old)}
+    for name, request in (("3", lora("path", again=True)), ("4", lora("path")), ("5", lora("path", number=2))):
+        rig.scheduling.matched_tokens(Request(name, hashes(8), lora_request=request), 0)
+        (own,) = set(rig.clients.clients) - {Scope(), Scope(old)}
+        assert own.adapter == AdapterRef(name="ada", revision="new")
+        assert len(own.reset) == 32
 
 
 def test_an_adapter_that_cannot_be_read_is_a_miss(rig):
     request = Request("r", hashes(8), lora_request=lora("nowhere"))
     assert rig.scheduling.matched_tokens(request, 0) == 0
-    assert rig.failures == ["lookup"]
+    assert rig.failures == ["adapter"]
+    assert rig.scheduling.saves(step(new=[("r", 0, list(range(8)))], scheduled={"r": 128})) == ()
+
+
+def test_an_adapter_that_is_read_late_is_saved_all_the_same(rig):
+    rig.adapters["path"] = "digest"
+    scope = Scope(AdapterRef(name="ada", revision="digest"))
+    rig.clients.clients[scope] = FakeClient()
+    request = Request("r", hashes(8), lora_request=lora("path"))
+    rig.threads.held = True
+    assert rig.scheduling.matched_tokens(request, 0) is None
+    rig.clock.now += TIMEOUT_S
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    assert rig.scheduling.saves(step(new=[("r", 0, list(range(8)))], scheduled={"r": 64})) == ()
+    rig.threads.run()
+    (save,) = rig.scheduling.saves(step(cached=[("r", 64, None)], scheduled={"r": 64}))
+    assert (save.scope, save.start_block, split(save.keys)) == (scope, 0, keys(request, scope))
+
+
+def test_a_lookup_under_way_does_not_touch_the_keys_of_a_running_request(rig):
+    """The directory answers when the request runs already, and its blocks are being saved."""
+    request = Request("r", hashes(12))
+    rig.threads.held = True
+    assert rig.scheduling.matched_tokens(request, 0) is None
+    rig.clock.now += TIMEOUT_S
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    (save,) = rig.scheduling.saves(step(new=[("r", 0, list(range(12)))], scheduled={"r": 64}))
+    rig.threads.run()
+    (later,) = rig.scheduling.saves(step(cached=[("r", 64, None)], scheduled={"r": 128}))
+    assert split(save.keys) + split(later.keys)[1:] == keys(request)
+
+
+def test_a_reset_holds_for_an_adapter_that_is_being_read(rig):
+    """Its request may have computed with the old weights: nothing of it is saved as if it were of the new ones."""
+    rig.adapters["path"] = "digest"
+    request = Request("r", hashes(8), lora_request=lora("path"))
+    rig.threads.held = True
+    assert rig.scheduling.matched_tokens(request, 0) is None
+    rig.scheduling.reset("word")
+    rig.threads.run()
+    assert rig.scheduling.matched_tokens(request, 0) == 0
     assert rig.scheduling.saves(step(new=[("r", 0, list(range(8)))], scheduled={"r": 128})) == ()
 
 
@@ -408,8 +519,7 @@ def test_after_a_reset_nothing_of_before_is_found(rig):
     assert save.scope == Scope(reset="word")
 
 
-def test_decode_waits_for_what_prefill_is_storing(rig, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+def test_decode_waits_for_what_prefill_is_storing(rig):
     prefill = Request("p", hashes(8), kv_transfer_params={"do_remote_decode": True})
     admit(rig, prefill)
     rig.scheduling.saves(step(new=[("p", 0, list(range(8)))], scheduled={"p": 128}))
@@ -420,13 +530,16 @@ def test_decode_waits_for_what_prefill_is_storing(rig, monkeypatch):
     rig.client.elsewhere.update(keys(decode)[:1])
     assert rig.scheduling.matched_tokens(decode, 0) is None
     assert rig.scheduling.matched_tokens(decode, 0) is None
-    rig.client.elsewhere.update(keys(decode))
+    assert len(rig.client.asked) == 2, "prefill's own and one: it is not asked without end"
+    rig.clock.now += 0.02
     assert rig.scheduling.matched_tokens(decode, 0) is None
+    rig.client.elsewhere.update(keys(decode))
+    rig.clock.now += 0.02
     assert rig.scheduling.matched_tokens(decode, 0) == 2 * BLOCK
+    assert len(rig.client.asked) == 4
 
 
-def test_decode_does_not_wait_for_ever(rig, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+def test_decode_does_not_wait_for_ever(rig):
     decode = Request("d", hashes(8), kv_transfer_params={"kvfleet_blocks": 2})
     rig.client.elsewhere.update(keys(decode)[:1])
     assert rig.scheduling.matched_tokens(decode, 0) is None
@@ -435,8 +548,7 @@ def test_decode_does_not_wait_for_ever(rig, monkeypatch):
 
 
 @pytest.mark.parametrize("nonsense", ["2", -1, 10**9, None, True, [1]])
-def test_nonsense_of_another_engine_is_harmless(rig, nonsense, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+def test_nonsense_of_another_engine_is_harmless(rig, nonsense):
     decode = Request("d", hashes(8), kv_transfer_params={"kvfleet_blocks": nonsense})
     rig.client.elsewhere.update(keys(decode))
     assert rig.scheduling.matched_tokens(decode, 0) == 2 * BLOCK

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import pytest
 
 from kvfleet import BlockLayout, ModelSpec, PrefixHit
 from kvfleet.connectors.vllm.tier_book import Chain, ChunkRun, LookupBook, Question
-from kvfleet.connectors.vllm.tier_transfers import Finished, Transfers
+from kvfleet.connectors.vllm.tier_transfers import Finished, Transfers, _MemoryClosedError
 from kvfleet.core.block import KEY_BYTES, engine_keys, split
 from kvfleet.hits import HitRun, Loaded, StoreResult
 from kvfleet.node.messages import Miss, Source
@@ -162,7 +163,7 @@ class TestChain:
 
 @dataclass
 class FakeClient:
-    """Keeps blocks in a dict. `gone`: found by lookups, but not there when loaded."""
+    """Keeps blocks in a dict. `gone`: found by lookups, but not there when loaded. `stuck`: no store gets anywhere."""
 
     spec: ModelSpec = SPEC
     blocks: dict[bytes, bytes] = field(default_factory=dict)
@@ -171,6 +172,8 @@ class FakeClient:
     prefixes: list[tuple[bytes, int]] = field(default_factory=list)
     broken: bool = False
     dropping: bool = False
+    stuck: bool = False
+    puts: list[Any] = field(default_factory=list)
     may_load: threading.Event = field(default_factory=threading.Event)
     tasks: list[StoreTask] = field(default_factory=list)
 
@@ -205,6 +208,9 @@ class FakeClient:
         if self.dropping:
             task.finish(StoreResult(dropped=len(todo), reason="queue_full"))
             return task
+        if self.stuck:
+            self.puts.append(put)
+            return task
         for index, key in enumerate(todo, start=start_block):
             block = np.zeros(ROW_BYTES, np.uint8)
             put(index, block)
@@ -233,7 +239,7 @@ class Rig:
 
     def finished(self) -> list[tuple[int, bool, int, int, int]]:
         """Wait for all jobs: id, whether it is a load, blocks that came through, blocks in all, bytes."""
-        self.transfers.drain()
+        self.transfers.drain(30.0)
         jobs: list[Finished] = self.transfers.finished()
         assert not self.transfers.busy
         return [(job.job_id, job.is_load, job.num_blocks, job.total, job.num_bytes) for job in jobs]
@@ -348,6 +354,70 @@ class TestTransfers:
     def test_after_the_end_nothing_is_written(self, rig: Rig) -> None:
         rig.stored(A)
         before = rig.rows.copy()
-        rig.transfers.close()
+        assert rig.transfers.close() == []
         assert rig.transfers._load(rig.chain.run([A], [0]), self.FOREVER) == 0
         assert np.array_equal(rig.rows, before)
+
+
+@dataclass
+class SlowBlock:
+    """A block whose copy ends when it is told to."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    def __setitem__(self, where: slice, data: object) -> None:
+        self.begun.set()
+        assert self.go_on.wait(30.0)
+
+
+class TestTheEnd:
+    def test_what_has_ended_is_reported_and_what_has_not_has_failed(self, rig: Rig) -> None:
+        before = rig.rows.copy()
+        rig.transfers.store(1, rig.chain.runs([C], [2]))
+        rig.client.finish()
+        rig.stored(A, B)
+        rig.transfers.store(2, rig.chain.runs([D, E], [3, 4]))
+        rig.client.may_load.clear()
+        rig.transfers.load(3, rig.chain.run([A, B], [0, 1]))
+        rig.transfers.drain(0.0)
+        jobs = [(job.job_id, job.is_load, job.num_blocks, job.total) for job in rig.transfers.close()]
+        assert sorted(jobs) == [(1, False, 1, 1), (2, False, 0, 2), (3, True, 0, 2)]
+        assert not rig.transfers.busy
+        assert rig.transfers.finished() == []
+
+        rig.client.may_load.set()
+        rig.transfers._loading.shutdown(wait=True)
+        assert np.array_equal(rig.rows, before)
+        assert rig.faults == []
+
+    def test_a_copy_under_way_is_waited_for(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        block: Any = SlowBlock()
+        turn, waits = rig.transfers._memory._turn, threading.Event()
+
+        def wait_for(condition: Callable[[], bool]) -> bool:
+            waits.set()
+            return threading.Condition.wait_for(turn, condition)
+
+        monkeypatch.setattr(turn, "wait_for", wait_for)
+        put = rig.transfers._put(rig.chain.run([A], [0]))
+        with ThreadPoolExecutor(2) as threads:
+            copying = threads.submit(put, 0, block)
+            assert block.begun.wait(30.0)
+            closing = threads.submit(rig.transfers.close)
+            assert waits.wait(30.0)
+            assert not closing.done()
+            block.go_on.set()
+            copying.result(30.0)
+            assert closing.result(30.0) == []
+
+    def test_stores_that_a_stuck_manager_holds_up_are_dropped(self, rig: Rig) -> None:
+        rig.client.stuck = True
+        rig.transfers.store(1, rig.chain.runs([A, B], [0, 1]))
+        rig.transfers.store(2, rig.chain.runs([C], [2]))
+        rig.transfers.drain(0.1)
+        assert rig.transfers.finished() == []
+        assert [(job.job_id, job.num_blocks, job.total) for job in rig.transfers.close()] == [(1, 0, 2), (2, 0, 1)]
+        for put in rig.client.puts:  # the manager has answered at last
+            with pytest.raises(_MemoryClosedError):
+                put(0, np.zeros(ROW_BYTES, np.uint8))

@@ -69,9 +69,12 @@ class FakeClient:
     stop_at: int | None = None
     tasks: list[tuple[StoreTask, Callable[[], None]]] = field(default_factory=list)
     at_once: bool = True
+    fail_stores: bool = False
+    timeouts: list[float] = field(default_factory=list)
     stored: list[tuple[int, int]] = field(default_factory=list)
 
-    def load(self, hit: PrefixHit, into: Callable[[int, Bytes], None]) -> Loaded:
+    def load(self, hit: PrefixHit, into: Callable[[int, Bytes], None], timeout_s: float) -> Loaded:
+        self.timeouts.append(timeout_s)
         outcomes: list[Outcome] = []
         for index in range(hit.start_block, hit.num_blocks):
             if index == self.stop_at:
@@ -86,6 +89,8 @@ class FakeClient:
         return np.array([key not in self.blocks for key in split(keys)], bool)
 
     def store_keys(self, keys: bytes, put: Callable[[int, Bytes], None], *, start_block: int) -> StoreTask:
+        if self.fail_stores:
+            raise OSError("no more threads")
         task, names = StoreTask(), split(keys)
         self.stored.append((start_block, len(names)))
 
@@ -112,10 +117,10 @@ class Rig:
         pool: Any = self.pool
         self.transfers = Transfers(pool, self.staging, BLOCK_TOKENS, lambda where, error: self.failures.append(where))
         make: Any = lambda scope: self.client  # noqa: E731
-        self.clients = ScopedClients(make)
+        self.clients = ScopedClients(make, lambda where, error: self.failures.append(where))
         self.clients.get(Scope())
         if start:
-            self.transfers.start(self.clients)
+            self.transfers.start(self.clients, 30.0)
 
     def ended(self, finished: Sequence[str] = (), wait: int = 1) -> tuple[set[str], set[int]]:
         """The next loads that end, and the bad engine blocks."""
@@ -206,7 +211,7 @@ def test_loads_fail_at_once_without_a_fleet_or_a_hit():
     rig = Rig(start=False)
     rig.transfers.begin([load(2)])
     assert rig.ended() == ({"r"}, set(range(10, 18)))
-    rig.transfers.start(rig.clients)
+    rig.transfers.start(rig.clients, 30.0)
     rig.transfers.begin([Load("s", Scope(), None, 0, (3, 4))])
     assert rig.ended() == ({"s"}, {3, 4})
     rig.transfers.close()
@@ -224,6 +229,42 @@ def test_a_load_ends_early_when_its_request_does(rig):
     assert rig.transfers.ended({"r"}) == set(), "each load is told of once"
 
 
+def test_time_runs_from_the_step_in_which_a_load_begins():
+    """Loads behind slow ones do not get more time for having waited for their turn."""
+    rig = Rig(start=False)
+    fill(rig, 1)
+    rig.transfers.start(rig.clients, 30.0)
+    rig.pool.go_on.clear()
+    rig.transfers.begin([load(1, request=str(number), table=4 * number) for number in range(6)])
+    assert rig.pool.entered.wait(30.0)
+    threading.Event().wait(0.05)
+    rig.pool.go_on.set()
+    assert rig.ended(wait=6) == ({str(number) for number in range(6)}, set())
+    assert len(rig.client.timeouts) == 6
+    assert min(rig.client.timeouts) < max(rig.client.timeouts) - 0.04
+    rig.transfers.close()
+
+
+def test_a_load_whose_request_ended_before_its_turn_does_not_begin(rig):
+    fill(rig, 1)
+    rig.pool.go_on.clear()
+    rig.transfers.begin([load(1, request=str(number), table=4 * number) for number in range(6)])
+    assert rig.pool.entered.wait(30.0)
+    rig.transfers.ended({"5"})
+    rig.pool.go_on.set()
+    done, bad = rig.ended(wait=6)
+    assert (len(done), bad) == (6, {20, 21, 22, 23})
+    assert len(rig.client.timeouts) == 5
+
+
+def test_loads_fail_when_there_are_no_threads(rig):
+    fill(rig, 2)
+    rig.transfers.close()
+    rig.transfers.begin([load(1, request="a", table=0), load(1, request="b", table=4)])
+    assert rig.ended(wait=2) == ({"a", "b"}, set(range(8)))
+    assert rig.failures == ["load", "load"]
+
+
 def test_several_loads_at_once(rig):
     fill(rig, 2)
     rig.transfers.begin([load(1, request="a", table=0), load(2, request="b", table=20)])
@@ -235,9 +276,9 @@ def test_several_loads_at_once(rig):
 # saves
 
 
-def save(count: int, start: int = 0) -> Save:
+def save(count: int, start: int = 0, request: str = "r") -> Save:
     """Blocks [start, count), in engine blocks from 0 on."""
-    return Save(Scope(), keys(count), start, tuple(range((count - start) * PER)))
+    return Save(request, Scope(), keys(count), start, tuple(range((count - start) * PER)))
 
 
 def test_blocks_are_stored_as_they_were_in_their_step(rig):
@@ -265,16 +306,32 @@ def test_what_this_node_has_is_not_copied(rig):
 
 
 def test_more_than_the_buffers_hold_is_dropped_and_counted():
+    """Nothing is stored behind what was dropped: nobody would find it."""
     rig = Rig(buffers=2)
     rig.client.at_once = False
     rig.transfers.save([save(3)])
+    assert rig.client.stored == [(0, 2)]
+    assert rig.transfers.take_counts() == {"dropped_blocks:buffer_full": 1}
+    rig.client.tasks[0][1]()
     rig.transfers.save([save(4, start=3)])
     assert rig.client.stored == [(0, 2)]
-    assert rig.transfers.take_counts() == {"dropped_blocks:buffer_full": 2}
-    rig.client.tasks[0][1]()
-    rig.transfers.save([save(4, start=2)])
+    assert rig.transfers.take_counts() == {
+        "saved_blocks": 2, "saved_bytes": 2 * BLOCK_BYTES, "dropped_blocks:behind_dropped": 1
+    }  # fmt: skip
+    rig.transfers.save([save(4, start=2, request="another")])
     assert rig.client.stored == [(0, 2), (2, 4)]
+    assert rig.transfers.ended({"r"}) == set()
+    rig.client.tasks[1][1]()
+    rig.transfers.save([save(5, start=4)])
+    assert rig.client.stored == [(0, 2), (2, 4), (4, 5)], "a request that has ended may have the name again"
     rig.transfers.close()
+
+
+def test_buffers_come_back_when_a_store_cannot_begin(rig):
+    rig.client.fail_stores = True
+    with pytest.raises(OSError, match="no more threads"):
+        rig.transfers.save([save(3)])
+    assert rig.staging.num_free == rig.staging.num_buffers
 
 
 def test_nothing_is_saved_without_a_fleet():
@@ -287,10 +344,10 @@ def test_nothing_is_saved_without_a_fleet():
 
 def test_a_new_scope_is_ready_for_the_next_save(rig):
     scope = Scope(reset="word")
-    rig.transfers.save([Save(scope, keys(1), 0, tuple(range(PER)))])
+    rig.transfers.save([Save("r", scope, keys(1), 0, tuple(range(PER)))])
     assert rig.client.stored == []
     assert rig.clients.get(scope) is rig.client
-    rig.transfers.save([Save(scope, keys(1), 0, tuple(range(PER)))])
+    rig.transfers.save([Save("s", scope, keys(1), 0, tuple(range(PER)))])
     assert rig.client.stored == [(0, 1)]
 
 
@@ -310,11 +367,37 @@ def test_clients_used_longest_ago_are_closed():
             closed.append(self.name)
 
     make: Any = Closable
-    clients = ScopedClients(make)
-    for number in range(16):
+    clients = ScopedClients(make, lambda where, error: None)
+    clients.get(Scope())
+    for number in range(15):
         clients.get(Scope(reset=str(number)))
     assert clients.ready(Scope(reset="0")) is clients.get(Scope(reset="0"))
-    clients.get(Scope(reset="16"))
+    clients.get(Scope(reset="15"))
     assert closed == ["1"]
     assert clients.ready(Scope(reset="1")) is None
+    assert clients.ready(Scope()) is not None, "the model's own is kept"
     assert len(clients.all()) == 16
+
+
+def test_a_scope_that_takes_long_does_not_hold_up_the_others():
+    slow, made = threading.Event(), threading.Event()
+
+    def make(scope: Scope) -> Any:
+        if scope.reset:
+            made.set()
+            assert slow.wait(30.0)
+            raise OSError("no such node")
+        return object()
+
+    failures: list[str] = []
+    clients = ScopedClients(make, lambda where, error: failures.append(where))
+    clients.get(Scope())
+    for _ in range(3):
+        clients.prepare(Scope(reset="word"))
+    assert made.wait(30.0)
+    assert clients.get(Scope()) is clients.ready(Scope())
+    slow.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvfleet-client":
+            thread.join(30.0)
+    assert failures == ["client"], "made once, however often it was asked for"

@@ -164,6 +164,10 @@ def test_after_a_reset_nothing_is_shared(first, other_node):
     before = fleet_tokens(other_node)
     (answer,) = other_node.ask([PROMPT])
     assert (answer.cached_tokens, fleet_tokens(other_node)) == (0, before)
+    # The first save prepares a client for what comes from now on.
+    other_node.forget()
+    wait_for(lambda: other_node.call(_clients) == 2, "there is a second client")
+    assert other_node.ask([PROMPT])[0].cached_tokens == 0
     saved(other_node)
     other_node.forget()
     assert other_node.ask([PROMPT])[0].cached_tokens == whole_blocks(answer) * BLOCK_TOKENS
@@ -171,6 +175,11 @@ def test_after_a_reset_nothing_is_shared(first, other_node):
 
 def _tokens(engine: object, prompt: str) -> list[int]:
     return engine._llm.get_tokenizer().encode(prompt)  # type: ignore[attr-defined,no-any-return]
+
+
+def _clients(engine: object) -> int:
+    _, worker = engine.connectors()  # type: ignore[attr-defined]
+    return len(worker._transfers._clients.all())
 
 
 def test_the_first_engine_dies_and_another_node_goes_on(plain, start_engine, model, ray_cluster):

@@ -29,13 +29,15 @@ def test_adapters(fleet, start_engine: Callable[..., EngineProcess], model: Path
     second = engine.ask([PROMPT], adapter=("bert", 2, str(two)))[0]
     assert len({base.text, first.text, second.text}) == 3
     assert [answer.cached_tokens for answer in (base, first, second)] == [0, 0, 0]
-    # The first save of an adapter only prepares its client.
-    assert engine.ask([PROMPT + " not"], adapter=("ada", 1, str(one)))[0].cached_tokens > 0
+    # Whether the first request of an adapter was saved depends on whether its client was ready by then.
+    engine.forget()
+    engine.ask([PROMPT], adapter=("ada", 1, str(one)))
     saved(engine)
+    before = fleet_tokens(engine)
     engine.forget()
     again = engine.ask([PROMPT], adapter=("ada", 1, str(one)))[0]
     assert again.text == first.text
-    assert again.cached_tokens == fleet_tokens(engine) == whole_blocks(again) * BLOCK_TOKENS
+    assert again.cached_tokens == fleet_tokens(engine) - before == whole_blocks(again) * BLOCK_TOKENS
 
     # Another process; the adapter's name now stands for other weights, at the same place.
     engine.stop()

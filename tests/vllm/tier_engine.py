@@ -67,8 +67,10 @@ class TierEngine(Engine):
         """Shut vLLM down. Returns whether the tier is done with everything."""
         tier = self.tier()
         self._llm.llm_engine.engine_core.shutdown()
-        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvfleet-")]
-        return tier.transfers is None and not tier._rows.size and not threads
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvfleet-")]
+        for thread in threads:
+            thread.join(30.0)
+        return tier.transfers is None and not tier._rows.size and not any(thread.is_alive() for thread in threads)
 
     def chunk_keys(self, prompt: str) -> list[str]:
         """The fleet's keys of a prompt's chunks, in hex, worked out without the tier."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvfleet.client import Client
+from kvfleet.config import MIB
 from kvfleet.connectors.vllm import identity, versions
+from kvfleet.connectors.vllm.adapters import Adapters
 from kvfleet.connectors.vllm.faults import Faults, guarded
-from kvfleet.connectors.vllm.joining import Membership, Settings, attached
+from kvfleet.connectors.vllm.joining import Membership, Settings
 from kvfleet.connectors.vllm.lookups import Lookups
 from kvfleet.connectors.vllm.metrics import FleetMetrics, FleetStats
 from kvfleet.connectors.vllm.plan import Plan, Save
 from kvfleet.connectors.vllm.pool import make_pool
 from kvfleet.connectors.vllm.scheduling import Scheduling
-from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
+from kvfleet.connectors.vllm.scopes import Scope, clients_of, spec_of
 from kvfleet.connectors.vllm.staging import Staging
 from kvfleet.connectors.vllm.transfers import Transfers
 from kvfleet.core.layout import ModelSpec
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["KVFleetConnector"]
 
 _log = logging.getLogger(__name__)
+_BUFFER_BYTES_MIN = 256 * MIB
 
 
 @dataclass
@@ -63,9 +64,10 @@ class _Step(KVConnectorMetadata):
 
 @dataclass
 class _Worker(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler when it starts: the identity of the KV that it really keeps."""
+    """What a worker tells the scheduler when it starts: what its KV is, and how many blocks it can take in a step."""
 
     spec: ModelSpec
+    step_blocks_max: int
 
 
 class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
@@ -86,13 +88,14 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
         self._membership = Membership(self._settings)
         self._engine_block_tokens: int = vllm_config.cache_config.block_size
         self._block_tokens = identity.block_tokens(self._settings.block_tokens, self._engine_block_tokens)
-        self._spec: ModelSpec | None = None
+        self._worker: _Worker | None = None
         self._transfers: Transfers | None = None
         self._scheduling: Scheduling | None = None
         self._lookups: Lookups | None = None
         if role is KVConnectorRole.SCHEDULER:
             hash_tokens = versions.hash_block_tokens(vllm_config, kv_cache_config)
-            self._lookups = Lookups(self._block_tokens, hash_tokens, identity.adapter_ref, self.faults.failed)
+            adapters = Adapters(identity.adapter_ref)
+            self._lookups = Lookups(self._block_tokens, hash_tokens, adapters, self.faults.failed)
             saves = self._kv_transfer_config.is_kv_producer
             self._scheduling = Scheduling(self._lookups, self._engine_block_tokens, self._block_tokens, saves=saves)
 
@@ -123,23 +126,28 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
             model_id=settings.model_id,
             weight_revision=settings.weight_revision,
         )
-        staging = Staging(pool.block_bytes, settings.save_buffer_bytes, pool.allocate)
+        staging = Staging(pool.block_bytes, self._buffer_bytes(pool.block_bytes), pool.allocate)
         transfers = Transfers(pool, staging, self._block_tokens, self.faults.failed)
         shard = versions.tensor_parallel_rank() if spec.layout.num_shards > 1 else 0
 
         def start(fleet: kvfleet.Fleet) -> None:
-            clients = _clients(fleet, spec, shard)
+            clients = clients_of(fleet, spec, shard, self.faults.failed)
             memory = clients.get(Scope()).memory
             if memory is not None:
                 pool.pin(memory)
-            transfers.start(clients)
+            transfers.start(clients, fleet.config.load_timeout_s)
 
-        self._spec, self._transfers = spec, transfers
+        self._worker, self._transfers = _Worker(spec, staging.num_buffers), transfers
         self._membership.join(start)
+
+    def _buffer_bytes(self, block_bytes: int) -> int:
+        step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        step_blocks = -(-step_tokens // self._block_tokens) + 1
+        return self._settings.save_buffer_bytes or max(_BUFFER_BYTES_MIN, step_blocks * block_bytes)
 
     @override
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._spec is None else _Worker(self._spec)
+        return self._worker
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -190,18 +198,23 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        specs = {worker.spec for worker in metadata.values() if isinstance(worker, _Worker)}
+        workers = [worker for worker in metadata.values() if isinstance(worker, _Worker)]
+        specs = {worker.spec for worker in workers}
         if len(specs) != 1:
-            _log.error("the workers do not agree on what their KV is, so none is reused or kept: %s", specs)
+            reason = (
+                "do not agree on what their KV is" if specs else "said nothing: is there another connector beside it?"
+            )
+            _log.error("no KV is reused or kept: the workers of KVFleetConnector %s", reason)
             return
         (spec,) = specs
         assert self._lookups is not None
+        assert self._scheduling is not None
         lookups = self._lookups
+        self._scheduling.limit(min(worker.step_blocks_max for worker in workers))
 
         def start(fleet: kvfleet.Fleet) -> None:
-            clients = _clients(fleet, spec, shard=0)
-            clients.get(Scope())
-            lookups.start(clients, lambda scope: _scoped(spec, scope).root, fleet.config.lookup_timeout_s)
+            clients = clients_of(fleet, spec, 0, self.faults.failed)
+            lookups.start(clients, lambda scope: spec_of(spec, scope).root, fleet.config.lookup_timeout_s)
 
         self._membership.join(start)
 
@@ -219,10 +232,14 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
         return versions.cache_hit_sources(self._scheduling.sources(request, num_external_tokens))
 
     @override
-    @guarded(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         assert self._scheduling is not None
-        self._scheduling.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        engine_blocks = blocks.get_block_ids()[0]
+        try:
+            self._scheduling.allocated(request, engine_blocks, num_external_tokens)
+        except Exception as error:  # noqa: BLE001  vLLM waits for this load: it has to end
+            self.faults.failed("update_state_after_alloc", error)
+            self._scheduling.give_up(request.request_id, engine_blocks, num_external_tokens)
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -259,10 +276,6 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.reset(secrets.token_hex(16))
         return True
 
-    @override
-    def take_events(self) -> Iterable[Any]:
-        return ()
-
     # --- metrics
 
     @override
@@ -288,14 +301,3 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FleetMetrics | None:
         return FleetMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _clients(fleet: kvfleet.Fleet, spec: ModelSpec, shard: int) -> ScopedClients:
-    def make(scope: Scope) -> Client:
-        return attached(fleet.client(_scoped(spec, scope), shard=shard))
-
-    return ScopedClients(make)
-
-
-def _scoped(spec: ModelSpec, scope: Scope) -> ModelSpec:
-    return identity.scoped(spec, scope.adapter, scope.reset)

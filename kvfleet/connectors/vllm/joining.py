@@ -7,6 +7,7 @@ says why, and the fleet is looked for again.
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -14,7 +15,6 @@ from typing import Any
 
 import kvfleet
 from kvfleet.client import Client
-from kvfleet.config import MIB
 from kvfleet.errors import ConfigError, KvFleetError
 
 __all__ = ["Membership", "Settings"]
@@ -34,8 +34,8 @@ class Settings:
         tenant: whose cache this is; tenants never find each other's blocks.
         model_id, weight_revision: see `identity.model_spec`; needed only where the weights cannot be read from here.
         block_tokens: tokens in a block; a multiple of vLLM's block size. None: the multiple nearest below 256.
-        save_buffer_bytes: memory of each worker for blocks on their way to the fleet. When it is full, blocks are
-            not stored, and counted.
+        save_buffer_bytes: memory of each worker for blocks on their way to the fleet, one block at least. When it is
+            full, blocks are not stored, and counted. None: as much as vLLM's largest step computes, at least 256 MiB.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -48,7 +48,7 @@ class Settings:
     model_id: str = ""
     weight_revision: str = ""
     block_tokens: int | None = None
-    save_buffer_bytes: int = 256 * MIB
+    save_buffer_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "save_buffer_bytes"):
@@ -95,13 +95,18 @@ class Membership:
                 return
 
     def _try(self, then: Callable[[kvfleet.Fleet], None]) -> bool:
-        settings = self._settings
+        fleet = None
         try:
-            self._fleet = kvfleet.connect(settings.fleet, address=settings.address, node_id=settings.node_id)
-            then(self._fleet)
+            fleet = _connect(self._settings)
+            then(fleet)
         except Exception as error:  # noqa: BLE001  of Ray's, of many kinds: the engine serves without us
             _log.warning("no fleet, so no KV is reused or kept; looked for again every %.0f s: %s", _RETRY_S, error)
+            if fleet is not None:
+                fleet.close()
             return False
+        self._fleet = fleet
+        if self._closed.is_set():
+            fleet.close()
         return True
 
     def close(self) -> None:
@@ -109,6 +114,16 @@ class Membership:
         self._closed.set()
         if self._fleet is not None:
             self._fleet.close()
+
+
+def _connect(settings: Settings) -> kvfleet.Fleet:
+    """Connect, and leave SIGTERM to vLLM, which ends its requests in peace: Ray would have the process exit at once."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        return kvfleet.connect(settings.fleet, address=settings.address, node_id=settings.node_id)
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def attached(client: Client) -> Client:

@@ -1,7 +1,8 @@
 """What the fleet has of the prompts in an engine, found without making vLLM's scheduler wait.
 
 What is in this node's arena is looked up at once; the directory is asked in the background, and the request waits its
-turn meanwhile, at most `lookup_timeout_s`.
+turn meanwhile, at most `lookup_timeout_s`. All of a prompt's state is the scheduling thread's: what runs in the
+background is given what it needs and answers by its result.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvfleet.client import Client
-from kvfleet.connectors.vllm.identity import AdapterRef
+from kvfleet.connectors.vllm.adapters import Adapters
 from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
 from kvfleet.core.block import KEY_BYTES, engine_keys
 from kvfleet.errors import KvFleetError
@@ -37,19 +38,24 @@ class EngineRequest(Protocol):
     block_hashes: Sequence[bytes]
     kv_transfer_params: dict[str, Any] | None
     lora_request: Any
+    skip_reading_prefix_cache: bool | None
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A request's tokens, as far as the fleet is concerned.
+    """A request's tokens, as far as the fleet is concerned. Threads: the scheduling one.
 
     Attributes:
         scope: whose blocks they are; None while the adapter is not read yet.
         expected_blocks: how many another engine says that it has stored.
         keys: of the blocks so far, packed.
-        asked: what was looked up last: tokens that the engine has, blocks of the prompt; None: nothing.
+        computed_tokens: that the engine has; as `Lookups.find` was told last.
+        asked_blocks: blocks that were looked up last; -1: none.
+        start_block: the first of them.
         asked_at: when; monotonic seconds.
+        ask_again_at: when there may be more.
         local: what this node had then.
+        reading: the adapter's scope, being read.
         pending: the fleet's answer under way.
         hit: the answer; None if there is none, or nothing can be found.
     """
@@ -57,21 +63,25 @@ class Prompt:
     request: EngineRequest
     scope: Scope | None
     expected_blocks: int = 0
-    keys: bytearray = field(default_factory=bytearray)
-    asked: tuple[int, int] | None = None
+    keys: bytes = b""
+    computed_tokens: int = 0
+    asked_blocks: int = -1
+    start_block: int = 0
     asked_at: float = 0.0
+    ask_again_at: float | None = None
     local: PrefixHit | None = None
+    reading: Future[Scope | None] | None = None
     pending: Future[PrefixHit | None] | None = None
     hit: PrefixHit | None = None
 
 
 class Lookups:
-    """Looks prompts up. Threads: vLLM's scheduler calls.
+    """Looks prompts up. Threads: vLLM's scheduling thread calls.
 
     Args:
         block_tokens: tokens in a block.
         hash_tokens: tokens that one of vLLM's block hashes stands for; `block_tokens` is a multiple of it.
-        read_adapter: the identity of an adapter's weights; may take long.
+        adapters: of the engine.
         failed: told what failed, with the error.
         now: monotonic seconds.
     """
@@ -80,14 +90,14 @@ class Lookups:
         self,
         block_tokens: int,
         hash_tokens: int,
-        read_adapter: Callable[[Any], AdapterRef],
+        adapters: Adapters,
         failed: Callable[[str, Exception], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         assert block_tokens % hash_tokens == 0
         self._block_tokens = block_tokens
         self._hashes_per_block = block_tokens // hash_tokens
-        self._read_adapter = read_adapter
+        self._adapters = adapters
         self._failed = failed
         self._now = now
         self._clients: ScopedClients | None = None
@@ -96,7 +106,6 @@ class Lookups:
         self._asking = ThreadPoolExecutor(2, "kvfleet-lookup")
         self._quiet_until = 0.0
         self._reset = ""
-        self._adapters: dict[tuple[int, str], AdapterRef] = {}
 
     def start(self, clients: ScopedClients, root: Callable[[Scope], bytes], timeout_s: float) -> None:
         """The fleet is there. Until this is called, nothing is found.
@@ -129,33 +138,60 @@ class Lookups:
     def reset(self, word: str) -> None:
         """Prompts from now on have nothing in common with those before."""
         self._reset = word
-        self._adapters.clear()
 
     def find(self, prompt: Prompt, computed_tokens: int) -> bool:
-        """Whether it is known what the fleet has of a prompt behind the tokens that the engine has: `prompt.hit`."""
-        asked = (computed_tokens, self.num_blocks(prompt.request))
-        stale = prompt.hit is not None and self._now() > prompt.asked_at + _STALE_S
-        if prompt.asked != asked or stale:
-            self._ask(prompt, asked)
-        return prompt.pending is None or self._answered(prompt)
+        """Whether it is known what the fleet has of a prompt behind the tokens that the engine has: `prompt.hit`.
 
-    def _ask(self, prompt: Prompt, asked: tuple[int, int]) -> None:
+        An answer holds as long as the engine has no fewer tokens than when it was asked for.
+        """
+        prompt.computed_tokens = computed_tokens
+        start, blocks, now = computed_tokens // self._block_tokens, self.num_blocks(prompt.request), self._now()
+        stale = prompt.hit is not None and now > prompt.asked_at + _STALE_S
+        if prompt.asked_blocks != blocks or start < prompt.start_block or stale:
+            prompt.asked_blocks, prompt.start_block, prompt.asked_at = blocks, start, now
+            self._ask(prompt)
+        if prompt.reading is not None:
+            return self._scope_read(prompt)
+        if prompt.ask_again_at is not None and now >= prompt.ask_again_at:
+            self._ask_fleet(prompt)
+        return prompt.ask_again_at is None and (prompt.pending is None or self._answered(prompt))
+
+    def scope(self, prompt: Prompt) -> Scope | None:
+        """The scope of a prompt, if it is known by now."""
+        if prompt.reading is not None and prompt.reading.done():
+            scope, prompt.reading = prompt.reading.result(), None
+            if scope is not None and scope.reset.startswith(self._reset):
+                prompt.scope = scope
+        return prompt.scope
+
+    def forget(self, prompt: Prompt) -> None:
+        """Have the next `find` ask anew."""
+        prompt.asked_blocks, prompt.hit, prompt.pending, prompt.ask_again_at = -1, None, None, None
+
+    def _ask(self, prompt: Prompt) -> None:
         """Look a prompt up in this node's arena, and in the fleet if there may be more."""
-        prompt.asked, prompt.asked_at = asked, self._now()
-        prompt.hit = prompt.local = prompt.pending = None
-        start, blocks = asked[0] // self._block_tokens, asked[1]
-        client = self._ready(prompt)
+        prompt.hit = prompt.local = prompt.pending = prompt.ask_again_at = None
+        if prompt.scope is None:
+            lora, word = prompt.request.lora_request, self._reset
+            prompt.reading = prompt.reading or self._asking.submit(self._read_scope, lora, word)
+            return
+        client = self._ready(prompt.scope)
         if client is not None:
-            prompt.local = client.lookup_local(self.keys(prompt, blocks), start_block=start)
-            if prompt.local.num_blocks == blocks or self._now() < self._quiet_until:
+            keys = self.keys(prompt, prompt.asked_blocks)
+            prompt.local = client.lookup_local(keys, start_block=prompt.start_block)
+            if prompt.local.num_blocks == prompt.asked_blocks or self._now() < self._quiet_until:
                 prompt.hit = prompt.local
                 return
-        prompt.pending = self._asking.submit(self._look_up, prompt, start, blocks, prompt.asked_at)
+        self._ask_fleet(prompt)
 
-    def _ready(self, prompt: Prompt) -> Client | None:
-        if prompt.scope is None or self._clients is None:
-            return None
-        return self._clients.ready(prompt.scope)
+    def _ask_fleet(self, prompt: Prompt) -> None:
+        assert prompt.scope is not None
+        prompt.ask_again_at = None
+        keys, deadline = self.keys(prompt, prompt.asked_blocks), self._now() + self._timeout_s
+        prompt.pending = self._asking.submit(self._look_up, prompt.scope, keys, prompt.start_block, deadline)
+
+    def _ready(self, scope: Scope) -> Client | None:
+        return self._clients.ready(scope) if self._clients is not None else None
 
     def keys(self, prompt: Prompt, blocks: int) -> bytes:
         """Packed keys of the first blocks of a prompt. Its scope is known."""
@@ -165,36 +201,41 @@ class Lookups:
             hashes = prompt.request.block_hashes
             names = [bytes(hashes[index]) for index in range((have + 1) * step - 1, blocks * step, step)]
             prompt.keys += engine_keys(self._root(prompt.scope), names)
-        return bytes(prompt.keys[: blocks * KEY_BYTES])
+        return prompt.keys[: blocks * KEY_BYTES]
 
     # in the background
 
-    def _look_up(self, prompt: Prompt, start: int, blocks: int, asked_at: float) -> PrefixHit | None:
+    def _read_scope(self, lora: Any, word: str) -> Scope | None:  # noqa: ANN401  vLLM's LoRARequest
+        """The scope of a request with an adapter; None if the adapter cannot be read."""
+        try:
+            adapter, own = self._adapters.read(lora)
+        except (KvFleetError, OSError) as error:
+            self._failed("adapter", error)
+            return None
+        return Scope(adapter, word + own)
+
+    def _look_up(self, scope: Scope, keys: bytes, start: int, deadline: float) -> PrefixHit | None:
         """Ask the directory. None: nobody waits for it any more, or it failed."""
-        if self._now() > asked_at + self._timeout_s:
+        if self._now() > deadline:
             return None
         assert self._clients is not None
         try:
-            if prompt.scope is None:
-                prompt.scope = Scope(self._adapter(prompt.request.lora_request), self._reset)
-            client = self._clients.get(prompt.scope)
-            return client.lookup_keys(self.keys(prompt, blocks), start_block=start)
-        except (KvFleetError, OSError) as error:  # an adapter that cannot be read, above all
+            return self._clients.get(scope).lookup_keys(keys, start_block=start)
+        except KvFleetError as error:
             self._failed("lookup", error)
             return None
 
-    def _adapter(self, lora: Any) -> AdapterRef:  # noqa: ANN401  vLLM's LoRARequest
-        """An adapter's identity: read when the engine meets it, and again when it is told to load it again."""
-        known = (lora.lora_int_id, lora.lora_path)
-        if known not in self._adapters or getattr(lora, "load_inplace", False):
-            self._adapters[known] = self._read_adapter(lora)
-        return self._adapters[known]
-
-    def _look_up_later(self, prompt: Prompt, start: int, blocks: int) -> PrefixHit | None:
-        time.sleep(_HANDED_OVER_POLL_S)
-        return self._look_up(prompt, start, blocks, self._now())
-
     # its answer
+
+    def _scope_read(self, prompt: Prompt) -> bool:
+        """Go on when the adapter is read, or has been waited for long enough."""
+        assert prompt.reading is not None
+        if not prompt.reading.done():
+            return self._now() >= prompt.asked_at + self._timeout_s
+        if self.scope(prompt) is None:
+            return True
+        self._ask(prompt)
+        return prompt.pending is None or self._answered(prompt)
 
     def _answered(self, prompt: Prompt) -> bool:
         """Whether the fleet's answer is there, or has been waited for long enough."""
@@ -210,19 +251,16 @@ class Lookups:
             if hit is not None and hit.fault is not None:
                 self._quiet_until = now + _QUIET_S
             if self._more_to_come(prompt, hit, now):
+                prompt.pending, prompt.ask_again_at = None, now + _HANDED_OVER_POLL_S
                 return False
             prompt.hit = hit or prompt.local
         prompt.pending = None
         return True
 
     def _more_to_come(self, prompt: Prompt, hit: PrefixHit | None, now: float) -> bool:
-        """Whether another engine has said that it is storing more; then the directory is asked again."""
-        assert prompt.asked is not None
-        start, blocks = prompt.asked[0] // self._block_tokens, prompt.asked[1]
-        if hit is None or hit.fault is not None or hit.num_blocks >= min(prompt.expected_blocks, blocks):
+        """Whether another engine has said that it is storing more than was found."""
+        if hit is None or hit.fault is not None:
             return False
-        if now > prompt.asked_at + _HANDED_OVER_S:
-            prompt.expected_blocks = 0
-            return False
-        prompt.pending = self._asking.submit(self._look_up_later, prompt, start, blocks)
-        return True
+        return hit.num_blocks < min(prompt.expected_blocks, prompt.asked_blocks) and now < (
+            prompt.asked_at + _HANDED_OVER_S
+        )

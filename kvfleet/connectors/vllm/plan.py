@@ -34,12 +34,14 @@ class Save:
     """Blocks of a request that are computed when this step is.
 
     Attributes:
+        request_id: of vLLM.
         scope: whose blocks they are.
         keys: of all blocks of the prefix up to the last of these, packed.
         start_block: the first of these.
         engine_blocks: vLLM's ids of their engine blocks, in order.
     """
 
+    request_id: str
     scope: Scope
     keys: bytes
     start_block: int

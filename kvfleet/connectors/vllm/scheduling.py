@@ -34,12 +34,14 @@ class _Tracked:
 
     Attributes:
         refused: a load failed: never ask again for this request.
+        lost: what it computes may be of other weights than we know: neither load nor save.
         saved: blocks before this one need not be saved any more.
         table: its engine blocks.
     """
 
     prompt: Prompt
     refused: bool = False
+    lost: bool = False
     saved: int = 0
     table: list[int] = field(default_factory=list)
 
@@ -61,9 +63,14 @@ class Scheduling:
         self._block_tokens = block_tokens
         self._per_block = block_tokens // engine_block_tokens
         self._saves = saves
+        self._step_blocks_max = 1 << 30
         self._requests: dict[str, _Tracked] = {}
         self._loading: dict[str, Load] = {}
         self._loads: list[Load] = []
+
+    def limit(self, step_blocks_max: int) -> None:
+        """How many blocks the workers can take in a step; more wait for the next, as long as their request lives."""
+        self._step_blocks_max = step_blocks_max
 
     # what to load
 
@@ -76,7 +83,8 @@ class Scheduling:
         """
         tracked = self._tracked(request)
         nothing = computed_tokens // self._block_tokens >= self._lookups.num_blocks(request)
-        if tracked.refused or nothing or not self._lookups.started:
+        refused = tracked.refused or tracked.lost or request.skip_reading_prefix_cache
+        if refused or nothing or not self._lookups.started:
             return 0
         if not self._lookups.find(tracked.prompt, computed_tokens):
             return None
@@ -103,17 +111,24 @@ class Scheduling:
             return
         tracked = self._tracked(request)
         prompt = tracked.prompt
-        computed = prompt.asked[0] if prompt.asked is not None else 0
-        first = computed // self._engine_block_tokens
-        stop = (computed + external_tokens) // self._engine_block_tokens
+        first = prompt.computed_tokens // self._engine_block_tokens
+        stop = (prompt.computed_tokens + external_tokens) // self._engine_block_tokens
         hit = None
         if prompt.hit is not None:
-            hit = _shortened(prompt.hit, -(-stop // self._per_block), self._block_tokens)
+            hit = _part(prompt.hit, first // self._per_block, -(-stop // self._per_block), self._block_tokens)
             tracked.saved = max(tracked.saved, hit.num_blocks)
-        load = Load(request.request_id, prompt.scope or Scope(), hit, first, tuple(engine_blocks[first:stop]))
-        prompt.asked = prompt.hit = None
+        self._add(Load(request.request_id, prompt.scope or Scope(), hit, first, tuple(engine_blocks[first:stop])))
+        self._lookups.forget(prompt)
+
+    def give_up(self, request_id: str, engine_blocks: Sequence[int], external_tokens: int) -> None:
+        """Have a load that could not be planned fail: vLLM waits for it. Takes what `allocated` takes."""
+        count = external_tokens // self._engine_block_tokens
+        if count > 0:
+            self._add(Load(request_id, Scope(), None, 0, tuple(engine_blocks[-count:])))
+
+    def _add(self, load: Load) -> None:
         self._loads.append(load)
-        self._loading[request.request_id] = load
+        self._loading[load.request_id] = load
 
     def sources(self, request: EngineRequest, external_tokens: int) -> dict[str, int]:
         """Where the tokens of a load that was just allocated are said to be: "host", "p2p" or "shared" → tokens."""
@@ -138,15 +153,18 @@ class Scheduling:
     def saves(self, step: Any) -> tuple[Save, ...]:  # noqa: ANN401  vLLM's SchedulerOutput
         """What to save when a step is computed. To be called for every step."""
         computed = self._follow(step)
-        if not self._saves or not self._lookups.started:
+        # Another connector's load in the step itself may fail, which is known when it is over.
+        if not self._saves or not self._lookups.started or getattr(step, "has_sync_kv_loads", False):
             return ()
-        saves = []
+        saves: list[Save] = []
+        room = self._step_blocks_max
         for request_id, tokens in step.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                blocks = (computed[request_id] + tokens) // self._block_tokens
+                blocks = min((computed[request_id] + tokens) // self._block_tokens, tracked.saved + room)
                 if blocks > tracked.saved and (save := self._save(tracked, blocks)) is not None:
                     saves.append(save)
+                    room -= len(save.engine_blocks) // self._per_block
         return tuple(saves)
 
     def _follow(self, step: Any) -> dict[str, int]:  # noqa: ANN401  vLLM's SchedulerOutput
@@ -173,12 +191,13 @@ class Scheduling:
         """Save what is whole by the end of this step; what follows the tokens known so far has no hash yet."""
         prompt, start = tracked.prompt, tracked.saved
         stop = min(blocks, self._lookups.num_blocks(prompt.request))
-        if stop <= start or prompt.scope is None:
+        scope = self._lookups.scope(prompt)
+        if stop <= start or scope is None or tracked.lost:
             return None
         engine_blocks = tuple(tracked.table[start * self._per_block : stop * self._per_block])
         assert len(engine_blocks) == (stop - start) * self._per_block
         tracked.saved = stop
-        return Save(prompt.scope, self._lookups.keys(prompt, stop), start, engine_blocks)
+        return Save(prompt.request.request_id, scope, self._lookups.keys(prompt, stop), start, engine_blocks)
 
     # what became of it
 
@@ -205,7 +224,8 @@ class Scheduling:
         params = request.kv_transfer_params
         if tracked is None or not params or not params.get("do_remote_decode"):
             return None
-        return {"do_remote_prefill": True, "do_remote_decode": False, _EXPECTED: tracked.saved}
+        stored = 0 if tracked.lost else tracked.saved
+        return {"do_remote_prefill": True, "do_remote_decode": False, _EXPECTED: stored}
 
     def reset(self, word: str) -> None:
         """Have nothing in common with what was stored before; requests in the engine neither load nor save any more.
@@ -215,13 +235,15 @@ class Scheduling:
         """
         self._lookups.reset(word)
         for tracked in self._requests.values():
-            tracked.refused = True
-            tracked.prompt.scope = None
+            tracked.lost = True
 
 
-def _shortened(hit: PrefixHit, stop: int, block_tokens: int) -> PrefixHit:
-    """The first blocks of a hit, up to `stop`."""
-    if stop >= hit.num_blocks:
-        return hit
-    runs = tuple(replace(run, stop=min(run.stop, stop)) for run in hit.runs if run.start < stop)
-    return replace(hit, num_tokens=stop * block_tokens, num_blocks=stop, runs=runs)
+def _part(hit: PrefixHit, start: int, stop: int, block_tokens: int) -> PrefixHit:
+    """Blocks [start, stop) of a hit."""
+    start, stop = max(start, hit.start_block), min(stop, hit.num_blocks)
+    runs = tuple(
+        replace(run, start=max(run.start, start), stop=min(run.stop, stop))
+        for run in hit.runs
+        if run.start < stop and run.stop > start
+    )
+    return replace(hit, num_tokens=stop * block_tokens, num_blocks=stop, runs=runs, start_block=start)

@@ -7,12 +7,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import kvfleet
 from kvfleet.client import Client
-from kvfleet.connectors.vllm.identity import AdapterRef
+from kvfleet.connectors.vllm.identity import AdapterRef, scoped
+from kvfleet.connectors.vllm.joining import attached
+from kvfleet.core.layout import ModelSpec
 
-__all__ = ["Scope", "ScopedClients"]
+__all__ = ["Scope", "ScopedClients", "clients_of", "spec_of"]
 
-# Each client maps the arena: enough for the adapters that one engine can have active, and bounded.
+# Enough for the adapters that one engine can have active, and bounded.
 _CLIENTS_MAX = 16
 
 
@@ -22,8 +25,8 @@ class Scope:
 
     Attributes:
         adapter: the request's LoRA adapter, or None.
-        reset: a random word once the engine was told to forget its cache, as it is after its weights were changed
-            in place: nobody knows what they are then, so its blocks are nobody else's.
+        reset: random words, once the engine was told to forget its cache, as it is after its weights were changed in
+            place, or an adapter's name got other weights: such blocks are nobody else's.
     """
 
     adapter: AdapterRef | None = None
@@ -33,20 +36,23 @@ class Scope:
 class ScopedClients:
     """Makes and keeps the clients.
 
-    Threads: any. Blocking: `get`, while a client is made.
+    Threads: any. Blocking: `get`, while that scope's client is made.
 
     Args:
         make: makes a scope's client, attached to the node.
+        failed: told what failed, with the error.
     """
 
-    def __init__(self, make: Callable[[Scope], Client]) -> None:
+    def __init__(self, make: Callable[[Scope], Client], failed: Callable[[str, Exception], None]) -> None:
         self._make = make
+        self._failed = failed
         self._lock = threading.Lock()
         self._making = threading.Lock()
+        self._preparing: set[Scope] = set()
         self._clients: OrderedDict[Scope, Client] = OrderedDict()
 
     def ready(self, scope: Scope) -> Client | None:
-        """The client of a scope, None if `get` has not made it yet."""
+        """The client of a scope, None if it is not made yet."""
         with self._lock:
             client = self._clients.get(scope)
             if client is not None:
@@ -54,7 +60,27 @@ class ScopedClients:
             return client
 
     def get(self, scope: Scope) -> Client:
-        """The client of a scope, made if need be. The one used longest ago is closed when there are too many."""
+        """The client of a scope, made if need be. One used long ago is closed when there are too many."""
+        return self.ready(scope) or self._made(scope)
+
+    def prepare(self, scope: Scope) -> None:
+        """Have the client of a scope made, on a thread of its own, for a later `ready`."""
+        with self._lock:
+            if scope in self._preparing or len(self._preparing) == _CLIENTS_MAX:
+                return
+            self._preparing.add(scope)
+        threading.Thread(target=self._prepare, args=(scope,), name="kvfleet-client", daemon=True).start()
+
+    def _prepare(self, scope: Scope) -> None:
+        try:
+            self.get(scope)
+        except Exception as error:  # noqa: BLE001  on a thread of ours: nobody else would hear of it
+            self._failed("client", error)
+        finally:
+            with self._lock:
+                self._preparing.discard(scope)
+
+    def _made(self, scope: Scope) -> Client:
         with self._making:
             client = self.ready(scope)
             if client is not None:
@@ -62,7 +88,9 @@ class ScopedClients:
             client = self._make(scope)
             with self._lock:
                 self._clients[scope] = client
-                surplus = [self._clients.popitem(last=False)[1] for _ in range(len(self._clients) - _CLIENTS_MAX)]
+                # The model's own stays: it is used again, and its memory is what a device was told of.
+                others = [other for other in self._clients if other != Scope()]
+                surplus = [self._clients.pop(other) for other in others[: max(0, len(self._clients) - _CLIENTS_MAX)]]
         for old in surplus:
             old.close()
         return client
@@ -71,3 +99,24 @@ class ScopedClients:
         """Every client there is now."""
         with self._lock:
             return list(self._clients.values())
+
+
+def clients_of(
+    fleet: kvfleet.Fleet, spec: ModelSpec, shard: int, failed: Callable[[str, Exception], None]
+) -> ScopedClients:
+    """Clients of a model, that of `Scope()` made.
+
+    Blocking: while it attaches to the node.
+    """
+
+    def make(scope: Scope) -> Client:
+        return attached(fleet.client(spec_of(spec, scope), shard=shard))
+
+    clients = ScopedClients(make, failed)
+    clients.get(Scope())
+    return clients
+
+
+def spec_of(spec: ModelSpec, scope: Scope) -> ModelSpec:
+    """What tells the blocks of a scope from all others."""
+    return scoped(spec, scope.adapter, scope.reset)

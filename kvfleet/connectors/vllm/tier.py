@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -39,14 +38,23 @@ from kvfleet.connectors.vllm.tier_book import Chain, LookupBook
 from kvfleet.connectors.vllm.tier_identity import tier_spec
 from kvfleet.connectors.vllm.tier_metrics import TierMetrics
 from kvfleet.connectors.vllm.tier_transfers import Finished, Transfers
+from kvfleet.connectors.vllm.tier_versions import chunk_ids, hit_source, job_result, known_order
 from kvfleet.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
     import kvfleet
+    from kvfleet.client import Client
+    from kvfleet.core.layout import ModelSpec
 
 __all__ = ["KVFleetTier"]
+
+# vLLM's scheduler stands still while jobs are drained, and every request with it.
+_DRAIN_S = 3.0
+
+# A client that is not used any more may take its time, on a thread of its own.
+_LET_GO_S = 600.0
 
 # An answer is waited for this many times as long as one lookup may take: a client that is not attached to its node
 # yet takes twice as long, and another request's lookup may be before it.
@@ -55,19 +63,10 @@ _LOOKUPS_WAITED_FOR = 4
 _SETTINGS = ("address", "fleet", "node_id", "tenant")
 
 
-def _hit_source() -> object:
-    """What vLLM calls KV of other engines. 0.29 has no name for it."""
-    try:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:
-        return None
-    return CacheHitSource.P2P
-
-
 class KVFleetTier(SecondaryTierManager):
     """A `SecondaryTierManager` whose chunks are the fleet's blocks.
 
-    Threads: the scheduler's. Blocking: never, but for the start, `drain_jobs` and `shutdown`.
+    Threads: the scheduler's. Blocking: never, but for the start, `shutdown`, and `drain_jobs`, some seconds at most.
 
     Args:
         offloading_spec: whose tier it is.
@@ -83,7 +82,7 @@ class KVFleetTier(SecondaryTierManager):
 
     # For vLLM's counts of hits by source, from 0.32 on. Where a chunk is differs from chunk to chunk; common to all is
     # that they are the fleet's.
-    cache_hit_source: ClassVar[Any] = _hit_source()
+    cache_hit_source: ClassVar[Any] = hit_source()
 
     def __init__(
         self,
@@ -108,17 +107,30 @@ class KVFleetTier(SecondaryTierManager):
         self._loading: dict[int, list[OffloadKey]] = {}
         self._ended: list[JobResult] = []  # jobs of which vLLM has not heard yet
         self._metrics = TierMetrics()
-        self._joining = threading.Lock()
+        self._lock = threading.Lock()  # for what threads of ours touch; held for moments only
+        self._closed = False
         self._fleet: kvfleet.Fleet | None = None
         self._membership = Membership(read)
         self._membership.join(self._joined)
 
     def _joined(self, fleet: kvfleet.Fleet) -> None:
-        with self._joining:
-            client = attached(fleet.client(self._spec))
-            self._fleet = fleet
-            self._book = LookupBook(_LOOKUPS_WAITED_FOR * fleet.config.lookup_timeout_s)
-            self.transfers = Transfers(client, self._rows, fleet.config.load_timeout_s, self.faults.failed)
+        with self._lock:
+            self._fleet, spec = fleet, self._spec
+        self._open(fleet, spec)
+
+    def _open(self, fleet: kvfleet.Fleet, spec: ModelSpec) -> None:
+        """Make a client, and use it unless the engine was told to forget meanwhile, or has ended.
+
+        Blocking: as long as the node's manager takes to answer or not.
+        """
+        client = attached(fleet.client(spec))
+        with self._lock:
+            wanted = spec is self._spec and self.transfers is None and not self._closed
+            if wanted:
+                self._book = LookupBook(_LOOKUPS_WAITED_FOR * fleet.config.lookup_timeout_s)
+                self.transfers = Transfers(client, self._rows, fleet.config.load_timeout_s, self.faults.failed)
+        if not wanted:
+            client.close()
 
     # requests
 
@@ -141,7 +153,7 @@ class KVFleetTier(SecondaryTierManager):
 
     def _chain(self, req_context: ReqContext) -> Chain:
         chain = self._chains.setdefault(req_context.req_id, Chain(self._spec.root))
-        chain.extend(_known_order(req_context))
+        chain.extend(known_order(req_context))
         return chain
 
     # lookups
@@ -183,7 +195,7 @@ class KVFleetTier(SecondaryTierManager):
     def _store(self, job: TransferJob) -> bool:
         if self.transfers is None:
             return False
-        self.transfers.store(job.job_id, self._chain(job.req_context).runs(list(job.keys), _chunk_ids(job)))
+        self.transfers.store(job.job_id, self._chain(job.req_context).runs(list(job.keys), chunk_ids(job)))
         return True
 
     @override
@@ -197,7 +209,7 @@ class KVFleetTier(SecondaryTierManager):
         names = list(job.keys)
         if self.transfers is None:
             return False
-        self.transfers.load(job.job_id, self._chain(job.req_context).run(names, _chunk_ids(job)))
+        self.transfers.load(job.job_id, self._chain(job.req_context).run(names, chunk_ids(job)))
         self._loading[job.job_id] = names
         return True
 
@@ -216,7 +228,7 @@ class KVFleetTier(SecondaryTierManager):
             names = self._loading.pop(job.job_id)
             loaded, failed = names[: job.num_blocks], names[job.num_blocks :]
             self._book.fail(failed)
-        return _job_result(
+        return job_result(
             job_id=job.job_id,
             success=job.num_blocks == job.total,
             successful_keys=loaded,
@@ -232,30 +244,42 @@ class KVFleetTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         # vLLM calls this when it forgets its KV, as it does after its weights were changed in place. Nobody knows what
         # they are then, so from now on this engine's blocks are nobody else's.
-        if self.transfers is not None:
-            self.transfers.drain()
-            self._ended += self._finished()
-        if not self._forget() and self.transfers is not None:
-            self.transfers.close()
-            self.transfers = None
+        fleet, old = self._stop()
+        if fleet is not None:
+            again = (fleet, self._spec, old)
+            threading.Thread(target=self._open_again, args=again, name="kvfleet-open", daemon=True).start()
 
-    @guarded(lambda: False)
-    def _forget(self) -> bool:
-        with self._joining:
+    def _stop(self) -> tuple[kvfleet.Fleet | None, Client | None]:
+        """End all jobs soon, and forget. Every lookup misses until a client is opened for the new spec.
+
+        Returns:
+            The fleet, and the client that did the jobs.
+        """
+        with self._lock:
             self._spec = scoped(self._spec, None, reset=secrets.token_hex(16))
-            self._chains.clear()
             self._book = LookupBook(self._book.timeout_s)
-            self._metrics.restart()
-            if self.transfers is not None and self._fleet is not None:
-                old, self.transfers.client = self.transfers.client, attached(self._fleet.client(self._spec))
-                old.close()
-        return True
+            fleet, transfers, self.transfers = self._fleet, self.transfers, None
+        self._chains.clear()
+        self._metrics.restart()
+        if transfers is None:
+            return fleet, None
+        transfers.drain(_DRAIN_S)
+        self._ended += [self._result(job) for job in transfers.close()]
+        return fleet, transfers.client
+
+    def _open_again(self, fleet: kvfleet.Fleet, spec: ModelSpec, old: Client | None) -> None:
+        try:
+            self._open(fleet, spec)
+        except Exception as error:  # noqa: BLE001  on a thread of ours: nobody else would hear of it
+            self.faults.failed("open", error)
+        if old is not None:
+            old.close(_LET_GO_S)
 
     @override
     def shutdown(self) -> None:
-        transfers, self.transfers = self.transfers, None
-        if transfers is not None:
-            transfers.close()
+        with self._lock:
+            self._closed = True
+        self._stop()
         self._membership.close()
         self._rows = self._rows[:0].copy()  # vLLM unmaps that memory next
 
@@ -271,24 +295,3 @@ class KVFleetTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         client = None if self.transfers is None else self.transfers.client.stats()
         return self._metrics.report(client, self._book.timeouts, self.faults.take())
-
-
-# where versions of vLLM differ
-
-
-def _known_order(req_context: ReqContext) -> Iterable[OffloadKey]:
-    """All chunks of a request in order, as far as vLLM tells: from 0.32 on."""
-    positions: Mapping[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
-    return positions
-
-
-def _chunk_ids(job: TransferJob) -> list[int]:
-    """Rows of a job's chunks. 0.29 calls them blocks."""
-    ids: np.ndarray = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-    return [int(i) for i in ids]
-
-
-def _job_result(**facts: Any) -> JobResult:  # noqa: ANN401  the fields of a JobResult
-    """A result with those of the facts that this version asks for: 0.29 does not ask for `transfer_bytes`."""
-    known = {field.name for field in fields(JobResult)}
-    return JobResult(**{name: value for name, value in facts.items() if name in known})

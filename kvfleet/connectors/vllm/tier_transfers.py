@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,6 +17,7 @@ import numpy.typing as npt
 from kvfleet.client import Client
 from kvfleet.connectors.vllm.tier_book import ChunkRun, Question
 from kvfleet.core.block import engine_keys
+from kvfleet.errors import DeadlineExceededError
 from kvfleet.storing import StoreTask
 
 __all__ = ["Finished", "Rows", "Transfers"]
@@ -57,16 +60,71 @@ class _Stores:
     started: float
 
 
+class _MemoryClosedError(Exception):
+    """The engine's memory for chunks is not to be touched any more."""
+
+
+class _Memory:
+    """The engine's memory for chunks, until it is closed.
+
+    Threads: any. Several may copy at once.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows: Rows | None = rows
+        self._copying = 0
+        self._turn = threading.Condition()
+
+    @contextmanager
+    def _used(self) -> Iterator[Rows]:
+        with self._turn:
+            if self._rows is None:
+                raise _MemoryClosedError
+            rows = self._rows
+            self._copying += 1
+        try:
+            yield rows
+        finally:
+            with self._turn:
+                del rows  # who closes the memory may unmap it next
+                self._copying -= 1
+                self._turn.notify_all()
+
+    def read(self, row: int, into: npt.NDArray[Any]) -> None:
+        """Copy a chunk out.
+
+        Raises:
+            _MemoryClosedError: it is closed.
+        """
+        with self._used() as rows:
+            into[:] = rows[row]
+
+    def write(self, row: int, chunk: npt.NDArray[Any]) -> None:
+        """Copy a chunk in.
+
+        Raises:
+            _MemoryClosedError: it is closed.
+        """
+        with self._used() as rows:
+            rows[row] = chunk
+
+    def close(self) -> None:
+        """No more copies. Blocking: until those under way are done, each of one chunk."""
+        with self._turn:
+            self._rows = None
+            self._turn.wait_for(lambda: not self._copying)
+
+
 class Transfers:
     """Jobs of one engine, done by one client.
 
     Stores are bounded by the client's queue: what is too much is dropped at once. Loads are bounded by the memory
     that the engine has set aside for them, and by their deadline, which runs from the submission on.
 
-    Threads: the methods from one; the work is done on others.
+    Threads: the methods from one; the work is done on others. Blocking: `drain` and `close`, see there.
 
     Args:
-        client: of this engine.
+        client: of this engine; the caller closes it.
         rows: the engine's memory for chunks.
         load_timeout_s: deadline of a load.
         failed: told where a bug of ours was caught, and the error. It costs a miss.
@@ -76,7 +134,7 @@ class Transfers:
         self, client: Client, rows: Rows, load_timeout_s: float, failed: Callable[[str, Exception], None]
     ) -> None:
         self.client = client
-        self._rows: Rows | None = rows
+        self._memory = _Memory(rows)
         self._load_timeout_s = load_timeout_s
         self._failed = failed
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="kvfleet-lookup")
@@ -93,8 +151,7 @@ class Transfers:
 
     def _ask(self, question: Question) -> None:
         def look_up() -> int:
-            client = self.client
-            return client.lookup_keys(engine_keys(client.spec.root, question.names)).num_blocks
+            return self.client.lookup_keys(engine_keys(self.client.spec.root, question.names)).num_blocks
 
         in_time = time.monotonic() < question.deadline
         self._answers.put((question, self._counted("lookup", look_up) if in_time else 0))
@@ -125,18 +182,19 @@ class Transfers:
 
     def _load(self, run: ChunkRun, deadline: float) -> int:
         """Load chunks. Returns how many came."""
-        target = self._rows
-        if target is None or time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             return 0
 
         def take(index: int, block: npt.NDArray[Any]) -> None:
-            target[run.rows[index - run.first]] = block
+            self._memory.write(run.rows[index - run.first], block)
 
         # Looked up again: where blocks are may have changed, and those on this node cost no call.
-        client = self.client
-        hit = client.lookup_keys(run.keys, start_block=run.first)
-        loaded = client.load(hit, take, max(0.0, deadline - time.monotonic()))
-        return loaded // client.spec.block_tokens
+        hit = self.client.lookup_keys(run.keys, start_block=run.first)
+        try:
+            loaded = self.client.load(hit, take, max(0.0, deadline - time.monotonic()))
+        except _MemoryClosedError:
+            return 0
+        return loaded // self.client.spec.block_tokens
 
     # stores
 
@@ -147,13 +205,7 @@ class Transfers:
         self._stores.append(_Stores(job_id, tasks, sum(len(run.rows) for run in runs), started))
 
     def _put(self, run: ChunkRun) -> Callable[[int, npt.NDArray[Any]], None]:
-        source = self._rows
-        assert source is not None, "nothing is stored after the end"
-
-        def put(index: int, block: npt.NDArray[Any]) -> None:
-            block[:] = source[run.rows[index - run.first]]
-
-        return put
+        return lambda index, block: self._memory.read(run.rows[index - run.first], block)
 
     # the end of jobs
 
@@ -185,15 +237,30 @@ class Transfers:
         num_bytes = sum(result.num_bytes for result in results)
         return Finished(job.job_id, False, num_blocks, job.total, num_bytes, time.monotonic() - job.started)
 
-    def drain(self) -> None:
-        """Wait until all jobs have ended. Each has a deadline of its own; none is cut short, half a copy is no copy."""
-        wait([future for future, _, _ in self._loads.values()])
-        for job in self._stores:
-            for task in job.tasks:
-                task.wait()
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all jobs have ended, at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        wait([future for future, _, _ in self._loads.values()], timeout_s)
+        with suppress(DeadlineExceededError):
+            for job in self._stores:
+                for task in job.tasks:
+                    task.wait(max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> None:
-        """Do no more; wait for what is being copied, then let go of the engine's memory."""
-        self._asking.shutdown(wait=False, cancel_futures=True)
-        self._loading.shutdown(wait=True, cancel_futures=True)
-        self._rows = None
+    def close(self) -> list[Finished]:
+        """Do no more: jobs that have not ended yet have failed, and let go of the engine's memory.
+
+        Blocking: until the chunks that are being copied are; half a chunk would be worse than none.
+
+        Returns:
+            All jobs that are not reported yet.
+        """
+        self._memory.close()
+        ended = self.finished()
+        now = time.monotonic()
+        ended += [Finished(job_id, True, 0, total, 0, now - began) for job_id, (_, total, began) in self._loads.items()]
+        ended += [Finished(job.job_id, False, 0, job.total, 0, now - job.started) for job in self._stores]
+        self._loads.clear()
+        self._stores.clear()
+        for threads in (self._asking, self._loading):
+            threads.shutdown(wait=False, cancel_futures=True)
+        return ended

@@ -8,6 +8,7 @@ what it likes from the next step on, and no request waits for a store.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from kvfleet.client import Client
 from kvfleet.connectors.vllm.plan import Load, Save
 from kvfleet.connectors.vllm.pool import EnginePool
-from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
+from kvfleet.connectors.vllm.scopes import ScopedClients
 from kvfleet.connectors.vllm.staging import Staging
 from kvfleet.core.block import KEY_BYTES
 from kvfleet.hits import Loaded
@@ -55,43 +56,64 @@ class Transfers:
         self._block_tokens = block_tokens
         self._failed = failed
         self._clients: ScopedClients | None = None
+        self._load_timeout_s = 0.0
         self._threads = ThreadPoolExecutor(_LOAD_THREADS, "kvfleet-load")
         self._lock = threading.Lock()
         self._loading: set[str] = set()
+        self._writing = 0  # loads that may be at vLLM's memory
         self._cancelled: set[str] = set()
         self._done: set[str] = set()
         self._bad: set[int] = set()
         self._stores: list[tuple[StoreTask, list[int]]] = []
+        self._broken: set[str] = set()  # requests of which a block was dropped: nobody would find those behind it
         self._counts: Counter[str] = Counter()
 
-    def start(self, clients: ScopedClients) -> None:
-        """The fleet is there. Until this is called, loads fail and nothing is saved."""
-        self._clients = clients
+    def start(self, clients: ScopedClients, load_timeout_s: float) -> None:
+        """The fleet is there. Until this is called, loads fail and nothing is saved.
 
-    def close(self) -> None:
+        Args:
+            clients: of this process; the one of `Scope()` is ready.
+            load_timeout_s: from the step in which a load begins to its end.
+        """
+        self._load_timeout_s, self._clients = load_timeout_s, clients
+
+    def close(self, timeout_s: float = 5.0) -> None:
         """End all loads; stores go on. Afterwards the arena may be unmapped."""
         with self._lock:
             self._cancelled |= self._loading
-        self._threads.shutdown(cancel_futures=True)
-        self._pool.unpin()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + timeout_s
+        while self._writing and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not self._writing:
+            self._pool.unpin()
 
     # loads
 
     def begin(self, loads: Iterable[Load]) -> None:
         """Begin loads; each is in an answer of `ended` once, however it ends."""
+        deadline = time.monotonic() + self._load_timeout_s
         for load in loads:
             with self._lock:
                 self._loading.add(load.request_id)
             if self._clients is None or load.hit is None:
                 self._end(load, good=0)
-            else:
-                self._threads.submit(self._load, self._clients, load)
+                continue
+            try:
+                self._threads.submit(self._load, self._clients, load, deadline)
+            except RuntimeError as error:  # no more threads, or the end of it all
+                self._failed("load", error)
+                self._end(load, good=0)
 
-    def _load(self, clients: ScopedClients, load: Load) -> None:
+    def _load(self, clients: ScopedClients, load: Load, deadline: float) -> None:
         good = 0
+        with self._lock:
+            self._writing += 1
         try:
             assert load.hit is not None
-            loaded = clients.get(load.scope).load(load.hit, partial(self._take, load))
+            self._check(load)
+            left = max(0.0, deadline - time.monotonic())
+            loaded = clients.get(load.scope).load(load.hit, partial(self._take, load), left)
             blocks = load.hit.start_block + loaded // self._block_tokens
             good = max(0, blocks * self._pool.blocks_per - load.first)
             self._count_load(loaded)
@@ -100,11 +122,16 @@ class Transfers:
         except Exception as error:  # noqa: BLE001  vLLM waits for this request: it must hear of it
             self._failed("load", error)
         self._end(load, good)
+        with self._lock:
+            self._writing -= 1
+
+    def _check(self, load: Load) -> None:
+        if load.request_id in self._cancelled:
+            raise _CancelledError
 
     def _take(self, load: Load, index: int, block: npt.NDArray[np.uint8]) -> None:
         """Copy what a request lacks of a block into vLLM's memory."""
-        if load.request_id in self._cancelled:
-            raise _CancelledError
+        self._check(load)
         per_block, last = self._pool.blocks_per, load.first + len(load.engine_blocks)
         start, stop = max(load.first, index * per_block), min(last, (index + 1) * per_block)
         engine_blocks = load.engine_blocks[start - load.first : stop - load.first]
@@ -133,6 +160,7 @@ class Transfers:
         """
         with self._lock:
             self._cancelled |= self._loading.intersection(finished_requests)
+            self._broken.difference_update(finished_requests)
             done, self._done = self._done, set()
         return done
 
@@ -152,47 +180,53 @@ class Transfers:
         """Copy blocks that are computed, or enqueued to be, to our buffers, and store them from there."""
         self._reclaim()
         for save in saves:
-            num_blocks = len(save.engine_blocks) // self._pool.blocks_per
             client = self._clients.ready(save.scope) if self._clients is not None else None
-            if client is None:
-                if self._clients is not None:
-                    self._threads.submit(self._make_ready, self._clients, save.scope)
-                self._count("dropped_blocks:not_ready", num_blocks)
+            if client is None and self._clients is not None:
+                self._clients.prepare(save.scope)
+            if client is None or save.request_id in self._broken:
+                self._drop(save, 0, "not_ready" if client is None else "behind_dropped")
                 continue
             absent = client.absent(save.keys[save.start_block * KEY_BYTES :])
             for start, stop in _runs(absent):
                 if not self._store(client, save, start, stop):
                     break
 
-    def _make_ready(self, clients: ScopedClients, scope: Scope) -> None:
-        """Have a scope's client there for its next save."""
-        try:
-            clients.get(scope)
-        except Exception as error:  # noqa: BLE001  on a thread of ours: nobody else would hear of it
-            self._failed("client", error)
+    def _drop(self, save: Save, start: int, reason: str) -> None:
+        """Give up the blocks of a save from `start` on, counted from its first, and those that follow them."""
+        self._broken.add(save.request_id)
+        self._count(f"dropped_blocks:{reason}", len(save.engine_blocks) // self._pool.blocks_per - start)
 
     def _store(self, client: Client, save: Save, start: int, stop: int) -> bool:
         """Store blocks [start, stop), counted from the save's first. False: not all of them had room."""
-        per_block = self._pool.blocks_per
         buffers = self._staging.take(stop - start)
-        if len(buffers) < stop - start:
-            self._count("dropped_blocks:buffer_full", stop - start - len(buffers))
-        if not buffers:
-            return False
-        engine_blocks = [
-            save.engine_blocks[block * per_block : (block + 1) * per_block]
-            for block in range(start, start + len(buffers))
-        ]
-        copied = self._pool.read(engine_blocks, [self._staging.view(buffer) for buffer in buffers])
         first = save.start_block + start
 
         def put(index: int, slot: npt.NDArray[np.uint8]) -> None:
             copied()
             np.copyto(slot, self._staging.view(buffers[index - first]))
 
-        keys = save.keys[: (first + len(buffers)) * KEY_BYTES]
-        self._stores.append((client.store_keys(keys, put, start_block=first), buffers))
-        return len(buffers) == stop - start
+        if buffers:
+            try:
+                copied = self._pool.read(
+                    self._engine_blocks(save, start, len(buffers)), [self._staging.view(buffer) for buffer in buffers]
+                )
+                keys = save.keys[: (first + len(buffers)) * KEY_BYTES]
+                self._stores.append((client.store_keys(keys, put, start_block=first), buffers))
+            except Exception:
+                self._give_back(buffers)
+                raise
+        if len(buffers) < stop - start:
+            self._drop(save, start + len(buffers), "buffer_full")
+            return False
+        return True
+
+    def _engine_blocks(self, save: Save, start: int, count: int) -> list[tuple[int, ...]]:
+        per_block = self._pool.blocks_per
+        return [save.engine_blocks[at * per_block : (at + 1) * per_block] for at in range(start, start + count)]
+
+    def _give_back(self, buffers: Iterable[int]) -> None:
+        for buffer in buffers:
+            self._staging.give(buffer)
 
     def _reclaim(self) -> None:
         """Take back the buffers of stores that are done."""
@@ -201,8 +235,7 @@ class Transfers:
             if not task.done:
                 under_way.append((task, buffers))
                 continue
-            for buffer in buffers:
-                self._staging.give(buffer)
+            self._give_back(buffers)
             result = task.wait()
             self._count("saved_blocks", result.stored)
             self._count("saved_bytes", result.num_bytes)
