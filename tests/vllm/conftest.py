@@ -16,7 +16,7 @@ from kvfleet import Fleet, FleetConfig
 from kvfleet.cli.demo_model import cache_directory, prepare_smollm2
 from tests.cluster.engine_process import elsewhere, fleet_actors, here
 from tests.conftest import MIB, SHARED_MEMORY, wait_for
-from tests.vllm.engines import EngineProcess
+from tests.vllm.engines import BLOCK_TOKENS, OTHER, PROMPT, UNIQUE, Answer, EngineProcess, connector
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,16 +53,16 @@ def findings(fleet: Fleet) -> list[str]:
     return [*wrong, *(f"{node} does not answer" for node in status.silent)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fleet(ray_cluster: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A fleet that a module's tests share, with a directory as shared storage."""
-    with running_fleet(shared_url=f"file://{tmp_path_factory.mktemp('shared')}") as running:
+    """The fleet that most tests share. What does not come in 3 seconds is not loaded."""
+    with running_fleet(load_timeout_s=3.0, attach_timeout_s=15.0) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def start_engine() -> Iterator[Callable[..., EngineProcess]]:
-    """`start_engine(node, model, **arguments)`: an engine on a node, "here" or "elsewhere"; stopped with the module."""
+    """`start_engine(node, model, **arguments)`: an engine on a node, "here" or "elsewhere"; stopped at the end."""
     with ExitStack() as stack:
 
         def start(place: str, model: Path, **arguments: Any) -> EngineProcess:
@@ -72,3 +72,24 @@ def start_engine() -> Iterator[Callable[..., EngineProcess]]:
             return engine.wait_until_up()
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def plain(start_engine: Callable[..., EngineProcess], model: Path) -> dict[str, Answer]:
+    """Answers of a vLLM that knows nothing of kvfleet."""
+    engine = start_engine("here", model)
+    answers = {prompt: engine.ask([prompt])[0] for prompt in (PROMPT, OTHER, UNIQUE)}
+    engine.stop()
+    return answers
+
+
+@pytest.fixture(scope="session")
+def first(fleet: Fleet, start_engine: Callable[..., EngineProcess], model: Path) -> EngineProcess:
+    """An engine on this node. All tests keep it: what it has asked once, the fleet holds."""
+    return start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
+
+
+@pytest.fixture(scope="session")
+def other_node(fleet: Fleet, start_engine: Callable[..., EngineProcess], model: Path) -> EngineProcess:
+    """An engine on the other node."""
+    return start_engine("elsewhere", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))

@@ -11,6 +11,7 @@ import ray
 from kvfleet.client import Client
 from kvfleet.hits import ClientStats
 from tests.cluster.engine_process import on
+from tests.conftest import wait_for
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -25,7 +26,19 @@ ENVIRONMENT = {
 }
 ENGINE_BLOCK_TOKENS = 32
 START_TIMEOUT_S = 240.0
+BLOCK_TOKENS = 64
+BLOCK_BYTES = BLOCK_TOKENS * 30 * 2 * 3 * 64 * 4  # SmolLM2: layers, K and V, heads, head size, float32
+HITS = "vllm:external_prefix_cache_hits"
+FROM_FLEET = "vllm:prompt_tokens_by_source{source=external_kv_transfer}"
 ANSWER_TIMEOUT_S = 120.0
+
+_RULES = "".join(
+    f"You are a helpful assistant that answers geography questions briefly. Rule {i}: be precise about place {i}. "
+    for i in range(40)
+)
+PROMPT = _RULES + "The capital of France is"
+OTHER = _RULES + "The capital of Italy is"
+UNIQUE = "Once upon a time, in a land of " + ", ".join(f"hill {i}" for i in range(100)) + ", there lived"
 
 
 def connector(fleet: str, **settings: object) -> dict[str, Any]:
@@ -181,3 +194,20 @@ class EngineProcess:
             return
         ray.kill(self._actor)
         assert closed, "something was left when vLLM had shut down"
+
+
+def whole_blocks(answer: Answer) -> int:
+    """Blocks of a prompt that can be found."""
+    return answer.prompt_tokens // BLOCK_TOKENS
+
+
+def fleet_tokens(engine: EngineProcess) -> int:
+    """Prompt tokens that vLLM says came from the fleet."""
+    metrics = engine.metrics()
+    assert metrics.get(HITS, 0) == metrics.get(FROM_FLEET, 0)
+    return int(metrics.get(HITS, 0))
+
+
+def saved(engine: EngineProcess) -> None:
+    """Wait until all that an engine has computed is in the fleet."""
+    wait_for(engine.is_saved, "the engine's blocks are stored")

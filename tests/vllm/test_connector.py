@@ -4,68 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import pytest
-
-from kvfleet import Fleet
 from kvfleet.node.messages import Source
 from tests.cluster.engine_process import here, node_status
-from tests.conftest import wait_for
 from tests.vllm.conftest import running_fleet
-from tests.vllm.engines import ENGINE_BLOCK_TOKENS, Answer, EngineProcess, connector
-
-BLOCK_TOKENS = 64
-TOKEN_BYTES = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, head size, float32
-BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
-HITS = "vllm:external_prefix_cache_hits"
-FROM_FLEET = "vllm:prompt_tokens_by_source{source=external_kv_transfer}"
-
-_RULES = "".join(
-    f"You are a helpful assistant that answers geography questions briefly. Rule {i}: be precise about place {i}. "
-    for i in range(40)
+from tests.vllm.engines import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    ENGINE_BLOCK_TOKENS,
+    OTHER,
+    PROMPT,
+    UNIQUE,
+    connector,
+    fleet_tokens,
+    saved,
+    whole_blocks,
 )
-PROMPT = _RULES + "The capital of France is"
-OTHER = _RULES + "The capital of Italy is"
-UNIQUE = "Once upon a time, in a land of " + ", ".join(f"hill {i}" for i in range(100)) + ", there lived"
-
-
-@pytest.fixture(scope="module")
-def plain(start_engine: Callable[..., EngineProcess], model: Path) -> Iterator[dict[str, Answer]]:
-    """Answers of a vLLM that knows nothing of kvfleet."""
-    engine = start_engine("here", model)
-    yield {prompt: engine.ask([prompt])[0] for prompt in (PROMPT, OTHER, UNIQUE)}
-    engine.stop()
-
-
-def whole_blocks(answer: Answer) -> int:
-    """Blocks of a prompt that can be found."""
-    return answer.prompt_tokens // BLOCK_TOKENS
-
-
-def fleet_tokens(engine: EngineProcess) -> int:
-    """Prompt tokens that vLLM says came from the fleet."""
-    metrics = engine.metrics()
-    assert metrics.get(HITS, 0) == metrics.get(FROM_FLEET, 0)
-    return int(metrics.get(HITS, 0))
-
-
-def saved(engine: EngineProcess) -> None:
-    """Wait until all that an engine has computed is in the fleet."""
-    wait_for(engine.is_saved, "the engine's blocks are stored")
-
-
-@pytest.fixture(scope="module")
-def first(fleet: Fleet, start_engine: Callable[..., EngineProcess], model: Path) -> EngineProcess:
-    """An engine on this node."""
-    return start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
-
-
-@pytest.fixture(scope="module")
-def other_node(fleet: Fleet, start_engine: Callable[..., EngineProcess], model: Path) -> EngineProcess:
-    """An engine on the other node."""
-    return start_engine("elsewhere", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
 
 
 def test_cold_then_warm(first, plain):
@@ -158,28 +112,8 @@ def test_salts_are_apart(first, other_node, plain):
     assert fleet_tokens(other_node) - before == same.cached_tokens
 
 
-def test_after_a_reset_nothing_is_shared(first, other_node):
-    """As when weights are changed in place: what is stored from then on is this engine's alone."""
-    other_node.reset()
-    before = fleet_tokens(other_node)
-    (answer,) = other_node.ask([PROMPT])
-    assert (answer.cached_tokens, fleet_tokens(other_node)) == (0, before)
-    # The first save prepares a client for what comes from now on.
-    other_node.forget()
-    wait_for(lambda: other_node.call(_clients) == 2, "there is a second client")
-    assert other_node.ask([PROMPT])[0].cached_tokens == 0
-    saved(other_node)
-    other_node.forget()
-    assert other_node.ask([PROMPT])[0].cached_tokens == whole_blocks(answer) * BLOCK_TOKENS
-
-
 def _tokens(engine: object, prompt: str) -> list[int]:
     return engine._llm.get_tokenizer().encode(prompt)  # type: ignore[attr-defined,no-any-return]
-
-
-def _clients(engine: object) -> int:
-    _, worker = engine.connectors()  # type: ignore[attr-defined]
-    return len(worker._transfers._clients.all())
 
 
 def test_the_first_engine_dies_and_another_node_goes_on(plain, start_engine, model, ray_cluster):
@@ -197,21 +131,3 @@ def test_the_first_engine_dies_and_another_node_goes_on(plain, start_engine, mod
         assert answer.cached_tokens == fleet_tokens(heir) == blocks * BLOCK_TOKENS
         assert heir.stats().num_bytes == {Source.PEER: blocks * BLOCK_BYTES}
         heir.stop()
-
-
-def test_shared_storage_after_a_restart_of_the_fleet(plain, start_engine, model, ray_cluster, tmp_path):
-    shared = f"file://{tmp_path}"
-    with running_fleet(shared_url=shared) as fleet:
-        engine = start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
-        assert engine.ask([PROMPT])[0].cached_tokens == 0
-        saved(engine)
-        engine.stop()
-    with running_fleet(shared_url=shared) as fleet:
-        assert fleet.wait_for_shared(30.0)
-        engine = start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
-        (answer,) = engine.ask([PROMPT])
-        blocks = whole_blocks(answer)
-        assert answer.text == plain[PROMPT].text
-        assert answer.cached_tokens == fleet_tokens(engine) == blocks * BLOCK_TOKENS
-        assert engine.stats().num_bytes == {Source.SHARED: blocks * BLOCK_BYTES}
-        engine.stop()

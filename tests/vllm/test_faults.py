@@ -5,64 +5,45 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from kvfleet import Fleet
 from kvfleet.node.messages import Miss, Source
 from tests.cluster.engine_process import directory_process, elsewhere, manager_process
 from tests.conftest import wait_for
 from tests.seaweed import seaweed
 from tests.vllm.conftest import running_fleet
-from tests.vllm.engines import ANSWER_TIMEOUT_S, Answer, EngineProcess, connector
-from tests.vllm.test_connector import (
+from tests.vllm.engines import (
+    ANSWER_TIMEOUT_S,
     BLOCK_BYTES,
     BLOCK_TOKENS,
     FROM_FLEET,
     HITS,
+    OTHER,
     PROMPT,
     UNIQUE,
+    Answer,
+    EngineProcess,
+    connector,
     fleet_tokens,
     saved,
     whole_blocks,
 )
 
-LOAD_TIMEOUT_S = 2.0
+HELD = "Case two. " + PROMPT
 
 
 @pytest.fixture(scope="module")
-def fleet(ray_cluster: object) -> Iterator[Fleet]:
-    with running_fleet(load_timeout_s=LOAD_TIMEOUT_S, attach_timeout_s=15.0) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def holder(fleet: Fleet, start_engine: Callable[..., EngineProcess], model: Path) -> EngineProcess:
-    """An engine here whose blocks of PROMPT the fleet holds."""
-    engine = start_engine("here", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
-    engine.ask([PROMPT])
-    saved(engine)
-    return engine
-
-
-@pytest.fixture(scope="module")
-def expected(holder: EngineProcess) -> Answer:
-    holder.forget()
-    answer: Answer = holder.ask([PROMPT])[0]
+def expected(first: EngineProcess) -> Answer:
+    """The answer to HELD as computed, and this node then holds its blocks."""
+    answer: Answer = first.ask([HELD])[0]
+    assert answer.cached_tokens == 0
+    saved(first)
     return answer
-
-
-@pytest.fixture(scope="module")
-def reader(
-    holder: EngineProcess, fleet: Fleet, start_engine: Callable[..., EngineProcess], model: Path
-) -> EngineProcess:
-    """An engine on the other node, which knows of the blocks and has none."""
-    return start_engine("elsewhere", model, kv_transfer_config=connector(fleet.config.name, block_tokens=BLOCK_TOKENS))
 
 
 @contextmanager
@@ -81,20 +62,20 @@ def counted(engine: EngineProcess, before: dict[str, float]) -> dict[str, float]
     return {name: value for name, value in grown.items() if value and ("kvfleet" in name or "external" in name)}
 
 
-def test_every_load_fails(fleet, reader, expected):
+def test_every_load_fails(fleet, first, other_node, expected):
     """The node's manager hangs: what the directory promises does not come. Each request tries once."""
-    before = reader.metrics()
+    before = other_node.metrics()
     with stopped(manager_process(fleet.config.name, elsewhere())):
         for _ in range(2):
-            (answer,) = reader.ask([PROMPT])
+            (answer,) = other_node.ask([HELD])
             assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
-            reader.forget()
-    grown = counted(reader, before)
+            other_node.forget()
+    grown = counted(other_node, before)
     assert grown["vllm:kvfleet_loads"] == 2
     assert "vllm:kvfleet_loaded_bytes{source=peer}" not in grown
     asked = sum(value for name, value in grown.items() if name.startswith("vllm:kvfleet_blocks{"))
     assert asked == 2 * whole_blocks(answer)
-    wait_for(reader.is_saved, "what was dropped meanwhile is counted", timeout_s=120.0)
+    wait_for(other_node.is_saved, "what was dropped meanwhile is counted", timeout_s=120.0)
 
 
 def slow_down(engine: Any, seconds: float) -> None:
@@ -121,49 +102,49 @@ def loads_under_way(engine: Any) -> int:
     return len(worker._transfers._loading)
 
 
-def test_the_manager_dies_in_the_middle_of_a_load(fleet, reader, expected):
-    before = reader.metrics()
-    reader.forget()
-    reader.call(slow_down, 0.05)
-    answer = reader.begin("ask", [PROMPT])
-    wait_for(lambda: reader.call(loads_under_way) > 0, "the load is under way")
+def test_the_manager_dies_in_the_middle_of_a_load(fleet, other_node, expected):
+    before = other_node.metrics()
+    other_node.forget()
+    other_node.call(slow_down, 0.05)
+    answer = other_node.begin("ask", [HELD])
+    wait_for(lambda: other_node.call(loads_under_way) > 0, "the load is under way")
     os.kill(manager_process(fleet.config.name, elsewhere()), signal.SIGKILL)
     (after,) = ray.get(answer, timeout=ANSWER_TIMEOUT_S)
     assert after.text == expected.text
-    reader.call(speed_up)
-    assert counted(reader, before)["vllm:kvfleet_loads"] == 1
+    other_node.call(speed_up)
+    assert counted(other_node, before)["vllm:kvfleet_loads"] == 1
 
     # The node's manager comes back, and with it hits.
     def hit() -> bool:
-        reader.forget()
-        (answer,) = reader.ask([PROMPT])
+        other_node.forget()
+        (answer,) = other_node.ask([HELD])
         assert answer.text == expected.text
         return bool(answer.cached_tokens == whole_blocks(answer) * BLOCK_TOKENS)
 
     wait_for(hit, "the whole prompt is a hit again", timeout_s=60.0)
 
 
-def test_the_directory_is_away(fleet, holder, reader, expected):
+def test_the_directory_is_away(fleet, first, other_node, expected):
     with stopped(directory_process(fleet.config.name)):
-        holder.forget()
-        before = fleet_tokens(holder)
-        (here_again,) = holder.ask([PROMPT])
+        first.forget()
+        before = fleet_tokens(first)
+        (here_again,) = first.ask([HELD])
         assert here_again.text == expected.text
-        assert fleet_tokens(holder) - before == whole_blocks(expected) * BLOCK_TOKENS, "this node needs no directory"
-        (cold,) = reader.ask([UNIQUE])
+        assert fleet_tokens(first) - before == whole_blocks(expected) * BLOCK_TOKENS, "this node needs no directory"
+        (cold,) = other_node.ask([OTHER[::-1]])
         assert cold.cached_tokens == 0
-    reader.forget()
+    other_node.forget()
 
 
-def test_a_request_is_aborted_in_the_middle_of_its_load(reader, expected):
-    reader.forget()
-    before = reader.metrics()
-    reader.call(slow_down, 0.2)
-    reader.call(abort_while_loading, PROMPT)
-    reader.call(speed_up)
-    assert counted(reader, before)["vllm:kvfleet_loads_cancelled"] == 1
-    reader.forget()  # which vLLM refuses while blocks are in use
-    (answer,) = reader.ask([PROMPT])
+def test_a_request_is_aborted_in_the_middle_of_its_load(other_node, expected):
+    other_node.forget()
+    before = other_node.metrics()
+    other_node.call(slow_down, 0.2)
+    other_node.call(abort_while_loading, HELD)
+    other_node.call(speed_up)
+    assert counted(other_node, before)["vllm:kvfleet_loads_cancelled"] == 1
+    other_node.forget()  # which vLLM refuses while blocks are in use
+    (answer,) = other_node.ask([HELD])
     assert answer.text == expected.text
     assert answer.cached_tokens == whole_blocks(answer) * BLOCK_TOKENS
 
@@ -183,12 +164,11 @@ def abort_while_loading(engine: Any, prompt: str) -> None:
         assert time.monotonic() < deadline, "the aborted load is reported"
 
 
-def test_requests_are_preempted(fleet, start_engine, model):
+def test_requests_are_preempted(fleet, first, start_engine, model):
     """Less room than all requests need: vLLM takes some out and starts them again; all texts are the same."""
     prompts = [f"Story number {n}: " + UNIQUE for n in range(3)]
-    plain = start_engine("here", model)
-    expected = plain.ask(prompts, max_tokens=200)
-    plain.stop()
+    expected = first.ask(prompts, max_tokens=200)
+    saved(first)
     settings = connector(fleet.config.name, block_tokens=BLOCK_TOKENS)
     # Three times 22 blocks do not fit.
     small = start_engine("here", model, max_model_len=1024, num_gpu_blocks_override=56, kv_transfer_config=settings)
@@ -205,29 +185,54 @@ def test_requests_are_preempted(fleet, start_engine, model):
     small.stop()
 
 
-def test_shared_storage_goes_away(start_engine, model, ray_cluster, expected):
+def test_shared_storage_serves_a_restarted_fleet_and_goes_away(start_engine, model, ray_cluster, plain):
     with seaweed() as server:
         settings: dict[str, Any] = {"shared_url": "s3://cache/kv", "shared_options": server.options}
         settings |= {"load_timeout_s": 10.0, "shared_timeout_s": 2.0}
         with running_fleet(**settings) as fleet:
             joined = connector(fleet.config.name, block_tokens=BLOCK_TOKENS)
             engine = start_engine("here", model, kv_transfer_config=joined)
-            engine.ask([PROMPT])
+            assert [answer.cached_tokens for answer in engine.ask([PROMPT, UNIQUE])] == [0, 0]
             saved(engine)
             engine.stop()
         with running_fleet(**settings) as fleet:
             assert fleet.wait_for_shared(30.0)
             joined = connector(fleet.config.name, block_tokens=BLOCK_TOKENS)
             engine = start_engine("here", model, kv_transfer_config=joined)
-            server.kill()
             (answer,) = engine.ask([PROMPT])
-            assert answer.text == expected.text
-            stats = engine.stats()
-            assert Source.SHARED not in stats.num_bytes
-            assert stats.blocks[Miss.UNREACHABLE] == 1
+            blocks = whole_blocks(answer)
+            assert answer.text == plain[PROMPT].text
+            assert answer.cached_tokens == fleet_tokens(engine) == blocks * BLOCK_TOKENS
+            assert engine.stats().num_bytes == {Source.SHARED: blocks * BLOCK_BYTES}
+
+            server.kill()
+            before = engine.metrics()
+            (answer,) = engine.ask([UNIQUE])
+            assert answer.text == plain[UNIQUE].text
+            assert engine.stats().blocks[Miss.UNREACHABLE] == 1
+            assert engine.stats().num_bytes == {Source.SHARED: blocks * BLOCK_BYTES}
             metrics = engine.metrics()
-            assert metrics[HITS] == whole_blocks(answer) * BLOCK_TOKENS, "vLLM was promised them"
-            assert FROM_FLEET not in metrics, "and knows that they did not come"
-            (cold,) = engine.ask([UNIQUE])
-            assert cold.cached_tokens == 0
+            assert metrics[HITS] - before[HITS] == whole_blocks(answer) * BLOCK_TOKENS, "vLLM was promised them"
+            assert metrics[FROM_FLEET] == before[FROM_FLEET], "and knows that they did not come"
+            assert engine.ask([OTHER])[0].text == plain[OTHER].text
             engine.stop()
+
+
+def test_after_a_reset_nothing_is_shared(first, other_node):
+    """As when weights are changed in place: what is stored from then on is this engine's alone."""
+    other_node.reset()
+    before = fleet_tokens(other_node)
+    (answer,) = other_node.ask([HELD])
+    assert (answer.cached_tokens, fleet_tokens(other_node)) == (0, before)
+    # The first save prepares a client for what comes from now on.
+    other_node.forget()
+    wait_for(lambda: other_node.call(_clients) == 2, "there is a second client")
+    assert other_node.ask([HELD])[0].cached_tokens == 0
+    saved(other_node)
+    other_node.forget()
+    assert other_node.ask([HELD])[0].cached_tokens == whole_blocks(answer) * BLOCK_TOKENS
+
+
+def _clients(engine: object) -> int:
+    _, worker = engine.connectors()  # type: ignore[attr-defined]
+    return len(worker._transfers._clients.all())

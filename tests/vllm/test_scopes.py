@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import wait_for
-from tests.vllm.engines import EngineProcess, connector
+from tests.vllm.engines import BLOCK_TOKENS, PROMPT, EngineProcess, connector, fleet_tokens, saved, whole_blocks
 from tests.vllm.models import adapter, with_other_weights
-from tests.vllm.test_connector import BLOCK_TOKENS, PROMPT, fleet_tokens, whole_blocks
-
-
-def saved(engine: EngineProcess) -> None:
-    wait_for(engine.is_saved, "the engine's blocks are stored")
 
 
 def test_adapters(fleet, start_engine: Callable[..., EngineProcess], model: Path, tmp_path: Path):

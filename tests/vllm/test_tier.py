@@ -288,14 +288,22 @@ def test_a_manager_that_hangs_does_not_hold_up_the_scheduler(arena_root: Path, m
         old = rig._clients[0]
         assert old.stats().stored_blocks == 0
 
+        wait_for(lambda: len(rig._clients) == 2, "a new client is being made")
+        engine.drain_jobs()  # so that one is not used any more either
         answer.set()
         wait_for(lambda: engine.transfers is not None, "there is a new client")
         engine.submit_store(job(2))
         ended: list[tuple[int, bool]] = []
-        wait_for(lambda: bool(ended.extend(results()) or ended), "it is stored")
+
+        def some_ended() -> bool:
+            ended.extend(results())
+            return bool(ended)
+
+        wait_for(some_ended, "it is stored")
         assert ended == [(2, True)]
         wait_for(lambda: bool(old.stats().dropped_blocks), "what was in the queue is dropped")
         assert old.stats().stored_blocks == 0
+        wait_for(lambda: [client.closed for client in rig._clients] == [True, True, False], "only the last one is used")
         assert engine.faults.take() == {}
         engine.shutdown()
 
