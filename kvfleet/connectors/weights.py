@@ -91,7 +91,7 @@ def weight_revision(
         if files:
             files += _settings(root, files, remote_code)
     if not files:
-        raise ConfigError("model", f"{model} has no weight files here: what they say, give as weight_revision")
+        raise ConfigError("model", f"{model} has no weight files here: name its weights by the setting weight_revision")
     # A loader not known here may make something of its own of the same files.
     known = load_format in _PREFERRED or load_format in _ONLY
     return _revision("weights" if known else f"weights {load_format}", files)

@@ -251,19 +251,24 @@ def until(event: threading.Event) -> Fault:
     return fault
 
 
+def tier_in(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `KVFleetTier` without an engine, in a fleet without Ray."""
+    from kvfleet.connectors.vllm import KVFleetTier, tier
+
+    fleet = SimpleNamespace(config=rig.config, client=rig.client)
+    membership = SimpleNamespace(join=lambda then: then(fleet), close=lambda: None)
+    monkeypatch.setattr(tier, "Membership", lambda _: membership)
+    monkeypatch.setattr(tier, "tier_spec", lambda *_, **__: MODEL)
+    monkeypatch.setattr(tier, "_DRAIN_S", 0.1)
+    memory = np.arange(4 * BLOCK_BYTES, dtype=np.uint64).astype(np.int8).reshape(4, BLOCK_BYTES)
+    return KVFleetTier(SimpleNamespace(), memory.data, "KVFleetTier")
+
+
 def test_a_manager_that_hangs_does_not_hold_up_the_scheduler(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
-    from kvfleet.connectors.vllm import KVFleetTier, tier
-
     with Rig(arena_root) as rig:
-        fleet = SimpleNamespace(config=rig.config, client=rig.client)
-        membership = SimpleNamespace(join=lambda then: then(fleet), close=lambda: None)
-        monkeypatch.setattr(tier, "Membership", lambda _: membership)
-        monkeypatch.setattr(tier, "tier_spec", lambda *_, **__: MODEL)
-        monkeypatch.setattr(tier, "_DRAIN_S", 0.1)
-        memory = np.arange(4 * BLOCK_BYTES, dtype=np.uint64).astype(np.int8).reshape(4, BLOCK_BYTES)
-        request = SimpleNamespace(req_id="r")
+        engine, request = tier_in(rig, monkeypatch), SimpleNamespace(req_id="r")
 
         def job(number: int) -> Any:
             return SimpleNamespace(job_id=number, keys=[bytes([number])], chunk_ids=[number], req_context=request)
@@ -271,7 +276,6 @@ def test_a_manager_that_hangs_does_not_hold_up_the_scheduler(arena_root: Path, m
         def results() -> list[tuple[int, bool]]:
             return [(result.job_id, result.success) for result in engine.get_finished_jobs()]
 
-        engine = KVFleetTier(SimpleNamespace(), memory.data, "KVFleetTier")
         answer = threading.Event()
         rig.faults["0.reserve"] = rig.faults["0.attach"] = until(answer)
         engine.submit_store(job(0))

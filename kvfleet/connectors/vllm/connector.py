@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -35,7 +34,7 @@ from kvfleet.connectors.vllm.scheduling import Scheduling
 from kvfleet.connectors.vllm.scopes import Scope, clients_of, spec_of
 from kvfleet.connectors.vllm.staging import Staging
 from kvfleet.connectors.vllm.transfers import Transfers
-from kvfleet.core.layout import ModelSpec
+from kvfleet.connectors.vllm.wire import Step, Worker
 
 if TYPE_CHECKING:
     import torch
@@ -55,25 +54,12 @@ _log = logging.getLogger(__name__)
 _BUFFER_BYTES_MIN = 256 * MIB
 
 
-@dataclass
-class _Step(KVConnectorMetadata):
-    """What the scheduler tells the workers in a step."""
-
-    plan: Plan = field(default_factory=Plan)
-
-
-@dataclass
-class _Worker(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler when it starts: what its KV is, and how many blocks it can take in a step."""
-
-    spec: ModelSpec
-    step_blocks_max: int
-
-
 class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares vLLM's KV with the fleet.
 
-    `kv_connector_extra_config` takes the fields of `Settings`.
+    `kv_connector_extra_config` takes the fields of `Settings`. Beside other connectors in vLLM's MultiConnector it must
+    be the first, and none of them may have workers that introduce themselves, as NIXL's do: vLLM hands on only the
+    first one's word.
 
     Raises:
         ConfigError: at start only: a setting that does not exist, a load failure policy other than `recompute`, block
@@ -88,7 +74,7 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
         self._membership = Membership(self._settings)
         self._engine_block_tokens: int = vllm_config.cache_config.block_size
         self._block_tokens = identity.block_tokens(self._settings.block_tokens, self._engine_block_tokens)
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._transfers: Transfers | None = None
         self._scheduling: Scheduling | None = None
         self._lookups: Lookups | None = None
@@ -137,7 +123,7 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
                 pool.pin(memory)
             transfers.start(clients, fleet.config.load_timeout_s)
 
-        self._worker, self._transfers = _Worker(spec, staging.num_buffers), transfers
+        self._worker, self._transfers = Worker(spec, staging.num_buffers), transfers
         self._membership.join(start)
 
     def _buffer_bytes(self, block_bytes: int) -> int:
@@ -161,7 +147,7 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _plan(self) -> Plan:
         step = self._get_connector_metadata()
-        assert isinstance(step, _Step)
+        assert isinstance(step, Step)
         return step.plan
 
     @override
@@ -198,7 +184,7 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        workers = [worker for worker in metadata.values() if isinstance(worker, _Worker)]
+        workers = [worker for worker in metadata.values() if isinstance(worker, Worker)]
         specs = {worker.spec for worker in workers}
         if len(specs) != 1:
             reason = (
@@ -244,7 +230,7 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduling is not None
-        return _Step(Plan(self._scheduling.take_loads(), self._saves(scheduler_output)))
+        return Step(Plan(self._scheduling.take_loads(), self._saves(scheduler_output)))
 
     @guarded(tuple)
     def _saves(self, scheduler_output: SchedulerOutput) -> tuple[Save, ...]:
