@@ -90,7 +90,7 @@ def test_another_end(first, other_node, plain):
 
 
 def test_generated_tokens_are_found_in_the_next_turn(first, other_node):
-    (turn,) = first.ask([UNIQUE], max_tokens=160)
+    (turn,) = first.ask([UNIQUE], max_tokens=80)
     saved(first)
     ids = [*first.call(_tokens, UNIQUE), *turn.token_ids, 198]
     (answer,) = other_node.ask([{"prompt_token_ids": ids}], max_tokens=8)
