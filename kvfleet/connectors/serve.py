@@ -139,8 +139,10 @@ def _register() -> None:
     except ImportError as error:  # not a public module
         _log.warning("this Ray has no place for a connector's backend (%s); one Ray node a machine is assumed", error)
         return
-    if not KVConnectorBackendFactory.is_registered(_CONNECTOR):
-        KVConnectorBackendFactory.register_backend(_CONNECTOR, _BACKEND)
+    if KVConnectorBackendFactory.is_registered(_CONNECTOR):
+        # Maybe by this process when it was connected to another cluster, which is all that the factory remembers.
+        KVConnectorBackendFactory.unregister_backend(_CONNECTOR)
+    KVConnectorBackendFactory.register_backend(_CONNECTOR, _BACKEND)
 
 
 # --- arguments
