@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from types import SimpleNamespace
@@ -43,7 +44,8 @@ def test_what_cannot_be_is_refused(extra, said):
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A fleet that is there or not; whoever connects to it loses SIGTERM, as to Ray."""
     closed: list[int] = []
-    fleet = SimpleNamespace(there=True, asked=[], closed=closed, close=lambda: closed.append(1))
+    config = SimpleNamespace(name="f")
+    fleet = SimpleNamespace(there=True, asked=[], closed=closed, close=lambda: closed.append(1), config=config)
 
     def connect(name: str, **options: Any) -> Any:
         fleet.asked.append((name, options))
@@ -105,3 +107,26 @@ def test_nobody_tries_any_more_after_the_end(fleet):
         if thread.name == "kvfleet-join":
             thread.join(30.0)
             assert not thread.is_alive()
+
+
+def test_log_lines_look_like_vllms(monkeypatch):
+    ours, theirs = logging.getLogger("kvfleet"), logging.getLogger("vllm")
+    connectors = logging.getLogger("kvfleet.connectors")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    for logger in (ours, theirs, connectors):
+        for name in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logger, name, getattr(logger, name))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    theirs.handlers = [handler]
+    theirs.setLevel(logging.INFO)
+    Membership(Settings())
+    connectors.info("joined")
+    ours.getChild("storing").info("one of thousands")
+    ours.getChild("client").warning("trouble")
+    assert lines == ["INFO joined", "WARNING trouble"]
+    logging.getLogger().handlers = [handler]
+    ours.handlers = []
+    Membership(Settings())
+    assert ours.handlers == [], "this process has logging of its own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvfleet.connectors.vllm.adapters import Adapters
+from kvfleet.connectors.vllm.background import Background, Job
 from kvfleet.connectors.vllm.identity import AdapterRef
 from kvfleet.connectors.vllm.lookups import Lookups
 from kvfleet.connectors.vllm.plan import Load
@@ -32,6 +34,10 @@ def root(scope: Scope) -> bytes:
     return (repr(scope).encode() + bytes(32))[-32:]
 
 
+class HangingError(Exception):
+    """A call does not come back."""
+
+
 @dataclass
 class FakeClient:
     """A client of a fleet that holds keys here, and keys elsewhere."""
@@ -40,12 +46,15 @@ class FakeClient:
     elsewhere: set[bytes] = field(default_factory=set)
     asked: list[tuple[int, int]] = field(default_factory=list)
     fault: Miss | None = None
+    hangs: bool = False
 
     def lookup_local(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
         return self._hit(keys, start_block, self.here, ())
 
     def lookup_keys(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
         self.asked.append((start_block, len(keys) // KEY_BYTES))
+        if self.hangs:
+            raise HangingError
         if self.fault is not None:
             return self._hit(keys, start_block, self.here, (), self.fault)
         return self._hit(keys, start_block, self.here, (NodeId("b" * 56),))
@@ -92,20 +101,18 @@ class Inline:
         self.later: list[Any] = []
         self.held = False
 
-    def submit(self, function: Any, *arguments: Any) -> Any:
-        answer: Any = SimpleNamespace(value=self)
-        answer.done, answer.result = lambda: answer.value is not self, lambda: answer.value
-        self.later.append(lambda: setattr(answer, "value", function(*arguments)))
+    def submit(self, work: Any) -> Any:
+        job: Any = Job(work)
+        self.later.append(job)
         if not self.held:
             self.run()
-        return answer
+        return job
 
     def run(self) -> None:
         for job in self.later:
-            job()
-        self.later.clear()
-
-    def shutdown(self, **_: Any) -> None:
+            with suppress(HangingError):
+                job.run()
+                job.done = True
         self.later.clear()
 
 
@@ -123,7 +130,7 @@ class Rig:
         self.lookups = Lookups(BLOCK, ENGINE_BLOCK, Adapters(self.read_adapter), self.failed, self.clock)
         self.scheduling = Scheduling(self.lookups, ENGINE_BLOCK, BLOCK, saves=saves)
         self.threads = Inline()
-        self.lookups._asking.shutdown()
+        self.lookups.close()
         self.lookups._asking = self.threads  # type: ignore[assignment]
         self.client = FakeClient()
         self.clients = FakeClients({Scope(): self.client})
@@ -222,7 +229,7 @@ def test_blocks_before_those_of_the_engine_are_not_needed(rig):
 
 
 def test_a_directory_that_does_not_answer_delays_one_request_by_the_timeout(rig):
-    rig.threads.held = True
+    rig.client.hangs = True
     first, second = Request("1", hashes(12)), Request("2", hashes(12, seed=1))
     rig.client.here.update(keys(first)[:1])
     assert rig.scheduling.matched_tokens(first, 0) is None
@@ -561,3 +568,23 @@ def test_a_finished_request_leaves_nothing(rig):
     assert rig.scheduling.finished(request) is None
     rig.scheduling.output(SimpleNamespace(finished_recving={"r"}, invalid_block_ids={0}))
     assert (rig.scheduling._requests, rig.scheduling._loading) == ({}, {})
+
+
+# the threads behind it
+
+
+def test_work_is_done_in_the_background_and_faults_do_not_end_it():
+    failures: list[str] = []
+    background = Background(1, "kvfleet-lookup", lambda where, error: failures.append(f"{where}: {error}"))
+
+    def fail(job: Job[int]) -> int:
+        job.result = 1
+        raise OSError("no luck")
+
+    bad, good = background.submit(fail), background.submit(lambda _: 2)
+    background.close()
+    for thread in background._threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+    assert (bad.done, bad.result, good.done, good.result) == (True, 1, True, 2)
+    assert failures == ["lookup: no luck"]

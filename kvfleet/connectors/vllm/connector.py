@@ -122,6 +122,8 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
             if memory is not None:
                 pool.pin(memory)
             transfers.start(clients, fleet.config.load_timeout_s)
+            mib, namespace = pool.block_bytes / MIB, spec.namespace_id.hex()
+            _log.info("kvfleet: blocks of %d tokens, %.1f MiB a rank, namespace %s", self._block_tokens, mib, namespace)
 
         self._worker, self._transfers = Worker(spec, staging.num_buffers), transfers
         self._membership.join(start)

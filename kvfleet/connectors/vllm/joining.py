@@ -80,6 +80,7 @@ class Membership:
     """
 
     def __init__(self, settings: Settings) -> None:
+        _log_as_vllm()
         self._settings = settings
         self._fleet: kvfleet.Fleet | None = None
         self._closed = threading.Event()
@@ -100,10 +101,15 @@ class Membership:
             fleet = _connect(self._settings)
             then(fleet)
         except Exception as error:  # noqa: BLE001  of Ray's, of many kinds: the engine serves without us
-            _log.warning("no fleet, so no KV is reused or kept; looked for again every %.0f s: %s", _RETRY_S, error)
+            _log.warning(
+                "kvfleet: no KV is reused or kept, as there is no fleet; looked for again every %.0f s: %s",
+                _RETRY_S,
+                error,
+            )
             if fleet is not None:
                 fleet.close()
             return False
+        _log.info("kvfleet: joined fleet %r", fleet.config.name)
         self._fleet = fleet
         if self._closed.is_set():
             fleet.close()
@@ -114,6 +120,15 @@ class Membership:
         self._closed.set()
         if self._fleet is not None:
             self._fleet.close()
+
+
+def _log_as_vllm() -> None:
+    """Have our log lines look like vLLM's, unless this process has logging of its own."""
+    ours, theirs = logging.getLogger("kvfleet"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(max(theirs.level, logging.WARNING))
+        logging.getLogger("kvfleet.connectors").setLevel(theirs.level)
 
 
 def _connect(settings: Settings) -> kvfleet.Fleet:

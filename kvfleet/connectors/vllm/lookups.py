@@ -1,20 +1,19 @@
 """What the fleet has of the prompts in an engine, found without making vLLM's scheduler wait.
 
-What is in this node's arena is looked up at once; the directory is asked in the background, and the request waits its
-turn meanwhile, at most `lookup_timeout_s`. All of a prompt's state is the scheduling thread's: what runs in the
-background is given what it needs and answers by its result.
+All of it is done in the background, first in this node's arena, then by the directory, while the request waits its
+turn, at most `lookup_timeout_s`. A prompt's state is the scheduling thread's: what runs in the background is given what
+it needs and answers by its result.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvfleet.client import Client
 from kvfleet.connectors.vllm.adapters import Adapters
+from kvfleet.connectors.vllm.background import Background, Job
 from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
 from kvfleet.core.block import KEY_BYTES, engine_keys
 from kvfleet.errors import KvFleetError
@@ -54,7 +53,6 @@ class Prompt:
         start_block: the first of them.
         asked_at: when; monotonic seconds.
         ask_again_at: when there may be more.
-        local: what this node had then.
         reading: the adapter's scope, being read.
         pending: the fleet's answer under way.
         hit: the answer; None if there is none, or nothing can be found.
@@ -69,9 +67,8 @@ class Prompt:
     start_block: int = 0
     asked_at: float = 0.0
     ask_again_at: float | None = None
-    local: PrefixHit | None = None
-    reading: Future[Scope | None] | None = None
-    pending: Future[PrefixHit | None] | None = None
+    reading: Job[Scope] | None = None
+    pending: Job[PrefixHit] | None = None
     hit: PrefixHit | None = None
 
 
@@ -103,7 +100,7 @@ class Lookups:
         self._clients: ScopedClients | None = None
         self._root: Callable[[Scope], bytes] = lambda _: b""
         self._timeout_s = 0.0
-        self._asking = ThreadPoolExecutor(2, "kvfleet-lookup")
+        self._asking = Background(2, "kvfleet-lookup", failed)
         self._quiet_until = 0.0
         self._reset = ""
 
@@ -124,7 +121,7 @@ class Lookups:
 
     def close(self) -> None:
         """Stop asking."""
-        self._asking.shutdown(wait=False, cancel_futures=True)
+        self._asking.close()
 
     def prompt(self, request: EngineRequest, expected_blocks: int) -> Prompt:
         """A new request's prompt."""
@@ -153,13 +150,13 @@ class Lookups:
         if prompt.reading is not None:
             return self._scope_read(prompt)
         if prompt.ask_again_at is not None and now >= prompt.ask_again_at:
-            self._ask_fleet(prompt)
+            self._look_up(prompt)
         return prompt.ask_again_at is None and (prompt.pending is None or self._answered(prompt))
 
     def scope(self, prompt: Prompt) -> Scope | None:
         """The scope of a prompt, if it is known by now."""
-        if prompt.reading is not None and prompt.reading.done():
-            scope, prompt.reading = prompt.reading.result(), None
+        if prompt.reading is not None and prompt.reading.done:
+            scope, prompt.reading = prompt.reading.result, None
             if scope is not None and scope.reset.startswith(self._reset):
                 prompt.scope = scope
         return prompt.scope
@@ -169,29 +166,22 @@ class Lookups:
         prompt.asked_blocks, prompt.hit, prompt.pending, prompt.ask_again_at = -1, None, None, None
 
     def _ask(self, prompt: Prompt) -> None:
-        """Look a prompt up in this node's arena, and in the fleet if there may be more."""
-        prompt.hit = prompt.local = prompt.pending = prompt.ask_again_at = None
+        """Look a prompt up, or first find out whose it is."""
+        prompt.hit = prompt.pending = prompt.ask_again_at = None
         if prompt.scope is None:
             lora, word = prompt.request.lora_request, self._reset
-            prompt.reading = prompt.reading or self._asking.submit(self._read_scope, lora, word)
+            prompt.reading = prompt.reading or self._asking.submit(lambda _: self._read_scope(lora, word))
             return
-        client = self._ready(prompt.scope)
-        if client is not None:
-            keys = self.keys(prompt, prompt.asked_blocks)
-            prompt.local = client.lookup_local(keys, start_block=prompt.start_block)
-            if prompt.local.num_blocks == prompt.asked_blocks or self._now() < self._quiet_until:
-                prompt.hit = prompt.local
-                return
-        self._ask_fleet(prompt)
+        self._look_up(prompt)
 
-    def _ask_fleet(self, prompt: Prompt) -> None:
-        assert prompt.scope is not None
+    def _look_up(self, prompt: Prompt) -> None:
         prompt.ask_again_at = None
-        keys, deadline = self.keys(prompt, prompt.asked_blocks), self._now() + self._timeout_s
-        prompt.pending = self._asking.submit(self._look_up, prompt.scope, keys, prompt.start_block, deadline)
-
-    def _ready(self, scope: Scope) -> Client | None:
-        return self._clients.ready(scope) if self._clients is not None else None
+        scope, start, now = prompt.scope, prompt.start_block, self._now()
+        assert scope is not None
+        keys, deadline, quiet = self.keys(prompt, prompt.asked_blocks), now + self._timeout_s, now < self._quiet_until
+        prompt.pending = self._asking.submit(
+            lambda job: self._found(job, scope, keys, start, None if quiet else deadline)
+        )
 
     def keys(self, prompt: Prompt, blocks: int) -> bytes:
         """Packed keys of the first blocks of a prompt. Its scope is known."""
@@ -214,23 +204,27 @@ class Lookups:
             return None
         return Scope(adapter, word + own)
 
-    def _look_up(self, scope: Scope, keys: bytes, start: int, deadline: float) -> PrefixHit | None:
-        """Ask the directory. None: nobody waits for it any more, or it failed."""
-        if self._now() > deadline:
-            return None
+    def _found(
+        self, job: Job[PrefixHit], scope: Scope, keys: bytes, start: int, deadline: float | None
+    ) -> PrefixHit | None:
+        """What this node has, and before a deadline the fleet. `job` is told of the first before that is asked."""
         assert self._clients is not None
         try:
-            return self._clients.get(scope).lookup_keys(keys, start_block=start)
+            client = self._clients.get(scope)
+            job.result = local = client.lookup_local(keys, start_block=start)
+            if local.num_blocks == local.asked_blocks or deadline is None or self._now() > deadline:
+                return local
+            return client.lookup_keys(keys, start_block=start)
         except KvFleetError as error:
             self._failed("lookup", error)
-            return None
+            return job.result
 
     # its answer
 
     def _scope_read(self, prompt: Prompt) -> bool:
         """Go on when the adapter is read, or has been waited for long enough."""
         assert prompt.reading is not None
-        if not prompt.reading.done():
+        if not prompt.reading.done:
             return self._now() >= prompt.asked_at + self._timeout_s
         if self.scope(prompt) is None:
             return True
@@ -240,26 +234,22 @@ class Lookups:
     def _answered(self, prompt: Prompt) -> bool:
         """Whether the fleet's answer is there, or has been waited for long enough."""
         assert prompt.pending is not None
-        now = self._now()
-        if not prompt.pending.done():
+        now, hit = self._now(), prompt.pending.result
+        if not prompt.pending.done:
             if now < prompt.asked_at + self._timeout_s:
                 return False
             self._quiet_until = now + _QUIET_S
-            prompt.hit = prompt.local
-        else:
-            hit = prompt.pending.result()
-            if hit is not None and hit.fault is not None:
-                self._quiet_until = now + _QUIET_S
-            if self._more_to_come(prompt, hit, now):
-                prompt.pending, prompt.ask_again_at = None, now + _HANDED_OVER_POLL_S
-                return False
-            prompt.hit = hit or prompt.local
-        prompt.pending = None
+        elif hit is not None and hit.fault is not None:
+            self._quiet_until = now + _QUIET_S
+        elif self._more_to_come(prompt, hit, now):
+            prompt.pending, prompt.ask_again_at = None, now + _HANDED_OVER_POLL_S
+            return False
+        prompt.pending, prompt.hit = None, hit
         return True
 
     def _more_to_come(self, prompt: Prompt, hit: PrefixHit | None, now: float) -> bool:
         """Whether another engine has said that it is storing more than was found."""
-        if hit is None or hit.fault is not None:
+        if hit is None:
             return False
         return hit.num_blocks < min(prompt.expected_blocks, prompt.asked_blocks) and now < (
             prompt.asked_at + _HANDED_OVER_S
