@@ -134,7 +134,7 @@ def table(report: Report) -> Table:
     shown.add_column("what")
     titles = [*(["GB/s"] if moves else []), "p50 ms", "p90 ms", "max ms", "of floor", "95 %"]
     for title in titles:
-        shown.add_column(title, justify="right")
+        shown.add_column(title, justify="right", no_wrap=True)
     before: Row | None = None
     for row in report.rows:
         new = before is None or (row.block_bytes, row.num_blocks) != (before.block_bytes, before.num_blocks)
