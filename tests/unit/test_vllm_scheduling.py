@@ -76,13 +76,16 @@ class FakeClient:
 @dataclass
 class FakeClients:
     clients: dict[Scope, FakeClient]
-    made: bool = True
+    makes: bool = False
+    prepared: list[Scope] = field(default_factory=list)
 
     def ready(self, scope: Scope) -> FakeClient | None:
-        return self.clients.get(scope) if self.made else None
+        return self.clients.get(scope)
 
-    def get(self, scope: Scope) -> FakeClient:
-        return self.clients[scope]
+    def prepare(self, scope: Scope) -> None:
+        self.prepared.append(scope)
+        if self.makes:
+            self.clients[scope] = FakeClient()
 
 
 @dataclass
@@ -455,7 +458,7 @@ def test_an_adapter_is_read_once_unless_it_is_loaded_again(rig):
     rig.adapters["path"] = "old"
     old = AdapterRef(name="ada", revision="old")
     rig.clients.clients[Scope(old)] = FakeClient()
-    rig.clients.get = lambda scope: rig.clients.clients.setdefault(scope, FakeClient())
+    rig.clients.makes = True
     rig.scheduling.matched_tokens(Request("1", hashes(8), lora_request=lora("path")), 0)
     rig.adapters["path"] = "new"  # the engine still computes with what it has loaded
     rig.scheduling.matched_tokens(Request("2", hashes(8), lora_request=lora("path")), 0)
@@ -465,6 +468,16 @@ def test_an_adapter_is_read_once_unless_it_is_loaded_again(rig):
         (own,) = set(rig.clients.clients) - {Scope(), Scope(old)}
         assert own.adapter == AdapterRef(name="ada", revision="new")
         assert len(own.reset) == 32
+
+
+def test_a_client_that_is_not_made_in_time_is_a_miss(rig, monkeypatch):
+    rig.adapters["path"] = "digest"
+    monkeypatch.setattr("time.sleep", lambda seconds: setattr(rig.clock, "now", rig.clock.now + seconds))
+    request = Request("r", hashes(8), lora_request=lora("path"))
+    started = rig.clock.now
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    assert TIMEOUT_S <= rig.clock.now - started < 2 * TIMEOUT_S
+    assert rig.clients.prepared == [Scope(AdapterRef(name="ada", revision="digest"))]
 
 
 def test_an_adapter_that_cannot_be_read_is_a_miss(rig):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvfleet.client import Client
 from kvfleet.connectors.vllm.adapters import Adapters
 from kvfleet.connectors.vllm.background import Background, Job
 from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
@@ -28,6 +29,7 @@ _STALE_S = 5.0
 # Decode waits so long for what prefill has computed and is still storing, asking so often.
 _HANDED_OVER_S = 2.0
 _HANDED_OVER_POLL_S = 0.01
+_READY_POLL_S = 0.005
 
 
 class EngineRequest(Protocol):
@@ -208,9 +210,10 @@ class Lookups:
         self, job: Job[PrefixHit], scope: Scope, keys: bytes, start: int, deadline: float | None
     ) -> PrefixHit | None:
         """What this node has, and before a deadline the fleet. `job` is told of the first before that is asked."""
-        assert self._clients is not None
+        client = self._client(scope, deadline)
+        if client is None:
+            return None
         try:
-            client = self._clients.get(scope)
             job.result = local = client.lookup_local(keys, start_block=start)
             if local.num_blocks == local.asked_blocks or deadline is None or self._now() > deadline:
                 return local
@@ -218,6 +221,16 @@ class Lookups:
         except KvFleetError as error:
             self._failed("lookup", error)
             return job.result
+
+    def _client(self, scope: Scope, deadline: float | None) -> Client | None:
+        """The client of a scope, made on another thread: that may take far longer than a request waits."""
+        assert self._clients is not None
+        client = self._clients.ready(scope)
+        if client is None:
+            self._clients.prepare(scope)
+        while (client := self._clients.ready(scope)) is None and deadline is not None and self._now() < deadline:
+            time.sleep(_READY_POLL_S)
+        return client
 
     # its answer
 
@@ -234,8 +247,8 @@ class Lookups:
     def _answered(self, prompt: Prompt) -> bool:
         """Whether the fleet's answer is there, or has been waited for long enough."""
         assert prompt.pending is not None
-        now, hit = self._now(), prompt.pending.result
-        if not prompt.pending.done:
+        now, done, hit = self._now(), prompt.pending.done, prompt.pending.result
+        if not done:
             if now < prompt.asked_at + self._timeout_s:
                 return False
             self._quiet_until = now + _QUIET_S
