@@ -24,7 +24,7 @@ def engine(fleet, start_engine: Callable[..., EngineProcess], model: Path, tmp_p
     """One engine with two ranks, which are children of its process and know nothing of Ray."""
     runtime = ray.get_runtime_context()
     settings = {"address": runtime.gcs_address, "node_id": runtime.get_node_id(), "block_tokens": BLOCK_TOKENS}
-    return start_engine(
+    engine = start_engine(
         "here",
         tiny(model, tmp_path_factory.mktemp("models") / "tiny"),
         environment={"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
@@ -32,6 +32,9 @@ def engine(fleet, start_engine: Callable[..., EngineProcess], model: Path, tmp_p
         distributed_executor_backend="mp",
         kv_transfer_config=connector(fleet.config.name, **settings),
     )
+    # A rank that does not get through to Ray at its start tries again.
+    wait_for(lambda: all(on_ranks(engine, has_joined)), "both ranks have joined the fleet", timeout_s=120.0)
+    return engine
 
 
 def on_ranks(engine: EngineProcess, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -49,6 +52,12 @@ def transfers() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()._transfers
+
+
+def has_joined(_: Any) -> bool:
+    from tests.vllm.test_ranks import transfers
+
+    return transfers()._clients is not None
 
 
 def moved(_: Any) -> tuple[int, int]:

@@ -22,7 +22,7 @@ def test_adapters(fleet, start_engine: Callable[..., EngineProcess], model: Path
     first = engine.ask([PROMPT], adapter=("ada", 1, str(one)))[0]
     second = engine.ask([PROMPT], adapter=("bert", 2, str(two)))[0]
     assert len({base.text, first.text, second.text}) == 3
-    assert [answer.cached_tokens for answer in (base, first, second)] == [0, 0, 0]
+    assert [answer.cached_tokens for answer in (first, second)] == [0, 0]
     # Whether the first request of an adapter was saved depends on whether its client was ready by then.
     engine.forget()
     engine.ask([PROMPT], adapter=("ada", 1, str(one)))
