@@ -225,8 +225,7 @@ class Lookups:
     def _client(self, scope: Scope, deadline: float | None) -> Client | None:
         """The client of a scope, made on another thread: that may take far longer than a request waits."""
         assert self._clients is not None
-        client = self._clients.ready(scope)
-        if client is None:
+        if self._clients.ready(scope) is None:
             self._clients.prepare(scope)
         while (client := self._clients.ready(scope)) is None and deadline is not None and self._now() < deadline:
             time.sleep(_READY_POLL_S)
