@@ -27,13 +27,14 @@ MIB = 1 << 20
 # Layers whose tests use no cluster and wait for nothing.
 ISOLATED_LAYERS = {"unit", "contract", "property"}
 
-# Inherited by Ray's processes, so set before anything starts them.
+# Inherited by Ray's processes, so set before anything starts them or imports Ray.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-# Whoever else is on the network runs no code in the tests' clusters, and no token of the user's is touched.
+# Whoever else is on the network runs no code in the tests' clusters, and no token file of the user's is touched.
+# Processes of the tests that import this module keep the token that they have inherited.
 os.environ["RAY_AUTH_MODE"] = "token"
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
