@@ -18,10 +18,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
 from kvfleet.config import FleetConfig
-from kvfleet.core.directory import Applied, Delta, InventoryPage, NodeId, Run
+from kvfleet.core.directory import Applied, Delta, InventoryPage, NodeId
 from kvfleet.errors import DirectoryUnavailableError, KvFleetError
 from kvfleet.node.directory import DirectoryService
 from kvfleet.node.manager import TierManager
+from kvfleet.node.messages import Located
 from kvfleet.node.publishing import DeltaReply, DirectoryLink
 from kvfleet.node.startup import NodePlace
 from kvfleet.node.transport import ObjectStoreTransport
@@ -173,7 +174,7 @@ class _DirectoryLink(DirectoryLink):
         return await self._call("listed", timeout_s, node, life)  # type: ignore[no-any-return]
 
     @override
-    async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+    async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Located:
         return await self._call("locate", timeout_s, keys, shard, num_shards)  # type: ignore[no-any-return]
 
     async def _call(self, name: str, timeout_s: float, *args: object) -> Any:  # noqa: ANN401  what the method returns

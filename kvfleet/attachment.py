@@ -16,7 +16,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Protocol
 
-from kvfleet.core.directory import Run
 from kvfleet.errors import ConfigError, DeadlineExceededError, KvFleetError, TierUnavailableError
 from kvfleet.node.arena import Arena
 from kvfleet.node.arenadir import FileLock
@@ -26,6 +25,7 @@ from kvfleet.node.messages import (
     CommitRequest,
     LoadProgress,
     LoadRequest,
+    Located,
     ReserveReply,
     ReserveRequest,
 )
@@ -55,7 +55,7 @@ class ManagerPort(Protocol):
 class DirectoryPort(Protocol):
     """Calls to the directory, under the same terms."""
 
-    def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+    def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Located:
         """See `Directory.locate`."""
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from kvfleet.actors import find_directory, find_manager, first_line, get_directory, manager_actor
 from kvfleet.attachment import DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
-from kvfleet.core.directory import NodeId, Run
+from kvfleet.core.directory import NodeId
 from kvfleet.errors import ConfigError, DeadlineExceededError, DirectoryUnavailableError, TierUnavailableError
 from kvfleet.node.messages import (
     Attachment,
@@ -23,6 +23,7 @@ from kvfleet.node.messages import (
     CommitRequest,
     LoadProgress,
     LoadRequest,
+    Located,
     ReserveReply,
     ReserveRequest,
 )
@@ -157,15 +158,15 @@ class DirectoryCalls(DirectoryPort):
         self._directory = _Actor(lambda _: get_directory(fleet))
 
     @override
-    def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+    def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Located:
         deadline = time.monotonic() + timeout_s
         try:
             answer = self._directory.handle(timeout_s).locate.remote(keys, shard, num_shards)
-            runs: list[Run] = ray.get(answer, timeout=_left(deadline))
+            located: Located = ray.get(answer, timeout=_left(deadline))
         except (RayError, ValueError, TimeoutError) as error:
             self._directory.failed(error)
             raise DirectoryUnavailableError(first_line(error)) from error
-        return runs
+        return located
 
 
 def _left(deadline: float) -> float:

@@ -120,14 +120,15 @@ class Client:
         arena, fault = self._arena(self._config.lookup_timeout_s)
         local = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
         head = _true_head(local)
-        runs: list[Run] = []
+        runs: tuple[Run, ...] = ()
         if head < len(local):
             self._stats.called("locate")
             asked = keys[(start_block + head) * KEY_BYTES :]
             try:
-                runs = self._directory.locate(
+                located = self._directory.locate(
                     asked, self.shard, self.spec.layout.num_shards, self._config.lookup_timeout_s
                 )
+                runs = located.runs
             except KvFleetError as error:
                 fault = Miss.DIRECTORY_UNAVAILABLE
                 _log.debug("lookup without directory: %s", error)

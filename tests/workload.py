@@ -89,7 +89,7 @@ def load_request(client: Client, tokens: Any, timeout_s: float) -> LoadRequest:
     """What a client asks its manager after a lookup that found nothing of a prompt locally."""
     spec = client.spec
     keys = spec.keys(tokens)
-    runs = tuple(client._directory.locate(keys, client.shard, spec.layout.num_shards, 1.0))
+    runs = client._directory.locate(keys, client.shard, spec.layout.num_shards, 1.0).runs
     return LoadRequest(namespace(spec), keys, b"", 0, client.shard, spec.layout.block_bytes, runs, timeout_s)
 
 

@@ -45,6 +45,7 @@ class _Engine:
     def __init__(self, model: str, num_tokens: int, fleet: str | None) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM on CPU wants most of the memory otherwise
         from vllm import LLM
         from vllm.config import KVTransferConfig
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvfleet.core.placement import Transfer
 from kvfleet.node.dram import DramTier, Granted, Incoming, Reservation
 from kvfleet.node.messages import Namespace
-from kvfleet.node.waiting import within
+from kvfleet.node.waiting import now, within
 
 __all__ = ["Admitter"]
 
@@ -52,7 +51,7 @@ class Admitter:
             patient: have room made at the cost of blocks in use, or wait for held ones to be let go. Otherwise only
                 wait for transfers, the saver's too.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = now() + timeout_s
         granted: list[Granted] = []
         already: list[int] = []
         left = list(range(len(blocks)))
@@ -61,7 +60,7 @@ class Admitter:
             granted += [Granted(left[g.index], g.slot, g.generation, g.offset) for g in got.granted]
             already += [left[i] for i in got.already]
             left = [left[i] for i in got.refused]
-            remaining = deadline - time.monotonic()
+            remaining = deadline - now()
             if not left or remaining <= 0 or not self._dram.fits(blocks[0].block.num_bytes):
                 break
             if got.transfers:

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvfleet.config import FleetConfig
-from kvfleet.core.directory import Applied, Delta, Directory, DirectoryStats, InventoryPage, NodeId, Run
+from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.directory import Applied, Delta, Directory, DirectoryStats, InventoryPage, NodeId
+from kvfleet.node.messages import Located, Miss
 from kvfleet.node.publishing import DeltaReply
+from kvfleet.node.waiting import now
 
 __all__ = ["DirectoryService", "DirectoryStatus"]
 
@@ -58,10 +61,12 @@ class DirectoryService:
         """The settings the fleet was started with."""
         return self._config
 
-    async def locate(self, keys: bytes, shard: int, num_shards: int) -> list[Run]:
+    async def locate(self, keys: bytes, shard: int, num_shards: int) -> Located:
         """Who holds the blocks of a prefix, up to the first that nobody holds."""
         self._lookups += 1
-        return self._directory.locate(keys, shard, num_shards)
+        runs = self._directory.locate(keys, shard, num_shards)
+        all_there = len(keys) == (runs[-1].stop if runs else 0) * KEY_BYTES
+        return Located(tuple(runs), None if all_there else Miss.UNKNOWN)
 
     async def shared_among(self, records: bytes) -> bytes:
         """Those of some packed records that the shared tier is known to have."""
@@ -94,8 +99,8 @@ class DirectoryService:
         """
         if self._listed:
             return False
-        if self._lister is None or time.monotonic() > self._lister_until:
-            self._lister, self._lister_until = node, time.monotonic() + _LISTING_GRACE_S
+        if self._lister is None or now() > self._lister_until:
+            self._lister, self._lister_until = node, now() + _LISTING_GRACE_S
         return node == self._lister
 
     async def _drop_dead_nodes(self) -> None:

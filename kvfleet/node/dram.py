@@ -23,9 +23,9 @@ from kvfleet.node.messages import Bytes, Namespace
 from kvfleet.node.namespaces import Namespaces
 from kvfleet.node.records import Record, key_fingerprint
 
-__all__ = ["DramTier", "Granted", "Incoming", "Reservation", "record_id"]
+__all__ = ["NS", "DramTier", "Granted", "Incoming", "Reservation", "record_id"]
 
-_NS = 1e9
+NS = 1e9  # in a second
 
 
 def record_id(key: bytes, shard: int) -> bytes:
@@ -81,14 +81,14 @@ class DramTier:
     Args:
         arena: of this node.
         directory: for what the blocks' namespaces are.
-        now_ns: monotonic nanoseconds, the clock that readers store last accesses by.
+        now: monotonic seconds, by the clock that readers store last accesses by, in nanoseconds.
     """
 
-    def __init__(self, arena: Arena, directory: Path, *, lower_tier: bool, now_ns: Callable[[], int]) -> None:
+    def __init__(self, arena: Arena, directory: Path, *, lower_tier: bool, now: Callable[[], float]) -> None:
         self.arena = arena
         self.namespaces = Namespaces(directory, lambda: self._records.namespaces(self.placement.slots()))
         self._records = arena.records
-        self._now_ns = now_ns
+        self._now = now
         self._slabs = SlabMap(arena.capacity_bytes, arena.unit_bytes, self._records.num_records, self._persist_unit)
         self.placement = Placement(self._slabs, LeafFirstLRU, lower_tier=lower_tier)
         self._seen_access = np.zeros(self._records.num_records, np.uint64)
@@ -134,7 +134,7 @@ class DramTier:
         """
         number = self.namespaces.index(namespace)
         self._note_accesses()
-        admission = self.placement.admit([b.block for b in blocks], self._now_ns() / _NS)
+        admission = self.placement.admit([b.block for b in blocks], self._now())
         self._gone(admission.evicted)
         granted = []
         for grant in admission.grants:
@@ -161,7 +161,7 @@ class DramTier:
         now = self._records.last_access.copy()
         slots = np.flatnonzero(now != self._seen_access)
         for slot in slots[np.argsort(now[slots], kind="stable")].tolist():
-            self.placement.touch_slot(slot, int(now[slot]) / _NS)
+            self.placement.touch_slot(slot, int(now[slot]) / NS)
         self._seen_access = now
 
     def commit(self, slot: int, generation: int, checksum: int) -> bool:
@@ -175,12 +175,12 @@ class DramTier:
         if record.generation != generation or not self.placement.pending(BlockKey(record.key), record.shard):
             return False
         self._end_reservation(record)
-        now = self._now_ns()
-        if not self._records.commit(slot, generation, checksum, now):
+        now = self._now()
+        if not self._records.commit(slot, generation, checksum, int(now * NS)):
             self.placement.abort(BlockKey(record.key), record.shard)
             return False
-        self._seen_access[slot] = now
-        self.placement.commit(BlockKey(record.key), record.shard, now / _NS)
+        self._seen_access[slot] = int(now * NS)
+        self.placement.commit(BlockKey(record.key), record.shard, now)
         self._changed(record.key, record.shard, present=True)
         return True
 
@@ -286,6 +286,6 @@ def _restored(record: Record) -> Restored:
         parent_fingerprint=record.parent_fingerprint,
         depth=record.depth,
         num_bytes=record.length,
-        last_access=record.last_access / _NS,
+        last_access=record.last_access / NS,
         committed=record.committed,
     )

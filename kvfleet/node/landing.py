@@ -6,7 +6,6 @@ A slot is given back only when no thread of ours can write to it any more.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -21,6 +20,7 @@ from kvfleet.errors import CorruptBlockError, DeadlineExceededError
 from kvfleet.node.admission import Admitter
 from kvfleet.node.dram import DramTier, Granted, Incoming
 from kvfleet.node.messages import Bytes, LoadRequest, Window, WindowPart
+from kvfleet.node.waiting import now
 
 __all__ = ["BlockSlots", "land", "settle"]
 
@@ -52,13 +52,13 @@ class BlockSlots:
         self.dram = dram
         self.request = request
         self.keys = split(request.keys)
-        self.deadline = time.monotonic() + request.timeout_s
+        self.deadline = now() + request.timeout_s
         self._admitter = admitter
 
     @property
     def left_s(self) -> float:
         """Seconds until the deadline, at least 0."""
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - now())
 
     def resident(self, index: int) -> bool:
         """Whether a block can be read from the arena now."""
@@ -70,9 +70,9 @@ class BlockSlots:
 
     async def settled(self, index: int, timeout_s: float) -> bool:
         """Wait until nobody is writing a block. False: not within `timeout_s`, or the deadline."""
-        deadline = min(self.deadline, time.monotonic() + timeout_s)
+        deadline = min(self.deadline, now() + timeout_s)
         while self.pending(index):
-            left = deadline - time.monotonic()
+            left = deadline - now()
             if left <= 0:
                 return False
             await self._admitter.changed(left)

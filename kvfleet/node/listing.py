@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import NodeId
 from kvfleet.errors import DirectoryUnavailableError, KvFleetError
 from kvfleet.node.publishing import DirectoryLink, Publisher
 from kvfleet.node.shared import SharedTier
+from kvfleet.node.waiting import now
 
 __all__ = ["list_shared"]
 
@@ -25,7 +25,7 @@ async def list_shared(
     pause_s = config.heartbeat_s
     while True:
         try:
-            started, count, life = time.monotonic(), 0, publisher.directory_life
+            started, count, life = now(), 0, publisher.directory_life
             pages = shared.list(config.listing_records_max)
             while (page := await asyncio.to_thread(next, pages, None)) is not None:
                 count += publisher.shared_page(page)
@@ -38,5 +38,5 @@ async def list_shared(
             await asyncio.sleep(pause_s)
             pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
         else:
-            _log.info("shared tier: %d blocks listed in %.1f s", count, time.monotonic() - started)
+            _log.info("shared tier: %d blocks listed in %.1f s", count, now() - started)
             return

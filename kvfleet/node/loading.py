@@ -212,7 +212,7 @@ class _Load:
         except KvFleetError as error:
             _log.info("nobody known to hold a block: %s", error)
             return False
-        runs = (replace(run, start=first + run.start, stop=first + run.stop) for run in found)
+        runs = (replace(run, start=first + run.start, stop=first + run.stop) for run in found.runs)
         self._runs = (*runs, *self._runs)
         return True
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -40,6 +39,7 @@ from kvfleet.node.serving import Server
 from kvfleet.node.shared import SharedTier
 from kvfleet.node.startup import NodeHome, NodePlace, open_home, remove_home
 from kvfleet.node.transport import Transport
+from kvfleet.node.waiting import now
 from kvfleet.node.windows import ByteBudget
 from kvfleet.node.writers import Writers
 
@@ -117,7 +117,7 @@ class TierManager:
 
     def _open(self) -> None:
         """Get an arena, or note why there is none; what is wrong may be mended while we run."""
-        self._retry_at = time.monotonic() + _RETRY_S
+        self._retry_at = now() + _RETRY_S
         home = None
         try:
             home = open_home(self._config, self._place)
@@ -147,7 +147,7 @@ class TierManager:
 
     async def attach(self) -> Attachment:
         """What a client needs to use this node."""
-        if self._node is None and time.monotonic() >= self._retry_at:
+        if self._node is None and now() >= self._retry_at:
             self._open()
         if self._node is None:
             return Attachment("", 0, "", b"", "", self._problem)
@@ -212,9 +212,7 @@ class _Node:
         self.shared = None
         if config.shared_url is not None:
             self.shared = SharedTier(config.shared_url, config.shared_options, config.shared_timeout_s)
-        self.dram = DramTier(
-            home.arena, home.directory / "namespaces", lower_tier=self.shared is not None, now_ns=time.monotonic_ns
-        )
+        self.dram = DramTier(home.arena, home.directory / "namespaces", lower_tier=self.shared is not None, now=now)
         self.publisher = Publisher(
             home.node_id, home.epoch, link, config, holdings=self.dram, on_list_shared=self._list_shared
         )

@@ -7,13 +7,13 @@ shard, 18 bytes packed (key, then the shard as little-endian uint16). Deadlines 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfleet.core.directory import Run
+from kvfleet.core.outcomes import Miss, Outcome, Source
 
 __all__ = [
     "Attachment",
@@ -22,6 +22,7 @@ __all__ = [
     "FetchRequest",
     "LoadProgress",
     "LoadRequest",
+    "Located",
     "Miss",
     "Namespace",
     "Outcome",
@@ -34,31 +35,6 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 NamespaceIndex = NewType("NamespaceIndex", int)
-
-
-class Source(str, Enum):
-    """Where a block came from."""
-
-    DRAM = "dram"
-    PEER = "peer"
-    SHARED = "shared"
-
-
-class Miss(str, Enum):
-    """Why a block did not come."""
-
-    ABSENT = "absent"  # nobody holds it any more, or nobody ever did
-    EVICTED = "evicted"  # it left this node between lookup and copy, or during the copy
-    NO_ROOM = "no_room"  # the arena could not take it in time
-    UNREACHABLE = "unreachable"  # holders or the shared tier failed, died or were slow
-    CORRUPT = "corrupt"  # bytes came, but not the block's
-    DEADLINE = "deadline"
-    MANAGER_UNAVAILABLE = "manager_unavailable"
-    DIRECTORY_UNAVAILABLE = "directory_unavailable"
-    BEHIND_MISS = "behind_miss"  # an earlier block of the prefix missed
-
-
-Outcome = Source | Miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +185,19 @@ class LoadProgress:
     """
 
     outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The directory's answer to who holds the blocks of a prefix.
+
+    Attributes:
+        runs: consecutive, from the first block asked for up to the first that nobody has whole.
+        missing: why nobody has that one; None if all are there.
+    """
+
+    runs: tuple[Run, ...]
+    missing: Miss | None
 
 
 @dataclass(frozen=True, slots=True)

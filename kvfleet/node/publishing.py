@@ -14,8 +14,9 @@ from itertools import islice
 from typing import Protocol
 
 from kvfleet.config import FleetConfig
-from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId, Run, split_records
+from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId, split_records
 from kvfleet.errors import KvFleetError, StaleEpochError
+from kvfleet.node.messages import Located
 from kvfleet.node.waiting import within
 
 __all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publisher"]
@@ -55,7 +56,7 @@ class DirectoryLink(Protocol):
     async def listed(self, node: NodeId, life: int, timeout_s: float) -> bool:
         """See `DirectoryService.listed`."""
 
-    async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> list[Run]:
+    async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Located:
         """See `DirectoryService.locate`."""
 
 

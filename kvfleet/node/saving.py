@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -24,7 +23,7 @@ from kvfleet.node.landing import settle
 from kvfleet.node.namespaces import layout_of
 from kvfleet.node.publishing import CALL_TIMEOUT_S, DirectoryLink, Publisher
 from kvfleet.node.shared import SharedTier
-from kvfleet.node.waiting import within
+from kvfleet.node.waiting import now, within
 
 __all__ = ["Saver"]
 
@@ -103,7 +102,7 @@ class Saver:
                 if record_id(transfer.key, transfer.shard) in known:
                     self._complete(transfer, ok=True)
             await self.move([t for t in transfers if record_id(t.key, t.shard) not in known])
-            await asyncio.sleep(max(0.0, self._bad_until - time.monotonic()))
+            await asyncio.sleep(max(0.0, self._bad_until - now()))
 
     async def _try_out(self, shared: SharedTier) -> None:
         """Check the shared tier until it works, so that `status` can say what is wrong with it."""
@@ -124,9 +123,9 @@ class Saver:
     def _bad(self, error: object) -> None:
         """The tier failed: leave it alone for a while, longer each time."""
         self.problem = str(error)
-        if time.monotonic() >= self._bad_until:
+        if now() >= self._bad_until:
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_S, 2 * self._pause_s))
-            self._bad_until = time.monotonic() + self._pause_s
+            self._bad_until = now() + self._pause_s
 
     async def _known(self, transfers: Sequence[Transfer]) -> set[bytes]:
         """Records that another node, or an earlier life of this one, has saved already, as the directory knows."""
@@ -154,7 +153,7 @@ class Saver:
 
     async def _demote(self, transfer: Transfer) -> bool:
         """Save a block somebody waits to see gone: for a short time, and not while the tier is known to be bad."""
-        if time.monotonic() < self._bad_until:
+        if now() < self._bad_until:
             return False
         save = asyncio.ensure_future(self._save(transfer))
         await asyncio.wait({save}, timeout=_DEMOTION_TIMEOUT_S)
@@ -204,10 +203,10 @@ class Saver:
         """Save what is unsaved and tell the directory, for at most `timeout_s`. Returns how many blocks are left."""
         if self._shared is None:
             return 0
-        deadline = time.monotonic() + timeout_s
-        while self._dram.placement.num_unsaved and (left := deadline - time.monotonic()) > 0:
+        deadline = now() + timeout_s
+        while self._dram.placement.num_unsaved and (left := deadline - now()) > 0:
             self._moved.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(left, self._moved.wait())
-        await self._publisher.flush(max(0.0, deadline - time.monotonic()))
+        await self._publisher.flush(max(0.0, deadline - now()))
         return self._dram.placement.num_unsaved

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import BlockKey, split
 from kvfleet.node.admission import Admitter
-from kvfleet.node.dram import DramTier
+from kvfleet.node.dram import NS, DramTier
 from kvfleet.node.messages import FetchRequest, Window, WindowPart
 from kvfleet.node.records import Record
+from kvfleet.node.waiting import now
 from kvfleet.node.windows import ByteBudget, Span, plan_windows, stream_share
 
 __all__ = ["Server"]
@@ -109,7 +109,7 @@ class _Stream:
                 return None
             self._dram.hold(key)
             self._held[index] = key
-            self._dram.arena.records.last_access[record.slot] = time.monotonic_ns()
+            self._dram.arena.records.last_access[record.slot] = int(now() * NS)
         view = self._dram.view(record.slot, record.length)[start:stop]
         return WindowPart(index, start, record.length, record.checksum, view)
 

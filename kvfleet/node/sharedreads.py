@@ -109,10 +109,11 @@ class SharedReads:
         try:
             num_shards, view = layout_of(request.namespace).num_shards, slots.view(granted)
             async with self._places:
+                left_s = slots.left_s
                 checksum = await settle(
                     self._executor,
                     lambda: self._shared.read(
-                        request.namespace, num_shards, key, request.shard, view, timeout_s=slots.left_s
+                        request.namespace, num_shards, key, request.shard, view, timeout_s=left_s
                     ),
                 )
             if checksum is None:

@@ -1,4 +1,4 @@
-"""Waiting with a time limit."""
+"""Time, and waiting with a time limit, by the clock of the event loop: a simulation has one of its own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-__all__ = ["within"]
+__all__ = ["now", "within"]
 
 T = TypeVar("T")
+
+
+def now() -> float:
+    """Monotonic seconds, as the running event loop counts them."""
+    return asyncio.get_running_loop().time()
 
 
 async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:

@@ -120,7 +120,7 @@ def test_a_lost_arena_is_refilled_from_the_shared_tier(arena_root, wait_for_cond
         next(arena_root.glob("kvfleet-*/*-0*0/arena")).unlink()
         rig.dead.add(rig.node_id(0))
         wait_for_condition(
-            lambda: not rig.run(rig.at_directory("locate", SPEC.keys(tokens), 0, 1))[0].nodes, "node 0 is out"
+            lambda: not rig.run(rig.at_directory("locate", SPEC.keys(tokens), 0, 1)).runs[0].nodes, "node 0 is out"
         )
         assert load(other, tokens).outcomes == (Source.SHARED,) * 12
         rig.dead.clear()
