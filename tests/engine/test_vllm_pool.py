@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -97,11 +97,19 @@ def streams(monkeypatch):
 
 
 @pytest.fixture(params=["cpu", "device"])
-def make_pool(request, monkeypatch):
-    if request.param == "device":
-        request.getfixturevalue("streams")
-        return lambda caches, blocks, k: device.DevicePool(find_grids(caches, blocks), k)
-    return pool.make_pool
+def make_pool(request):
+    with ExitStack() as pools:
+
+        def make(caches, blocks, k):
+            if request.param == "device":
+                request.getfixturevalue("streams")
+                made = device.DevicePool(find_grids(caches, blocks), k)
+            else:
+                made = pool.make_pool(caches, blocks, k)
+                pools.callback(made.close)
+            return made
+
+        yield make
 
 
 def read(engine_pool, *blocks):
@@ -412,11 +420,11 @@ def test_memory_is_pinned_until_it_is_unmapped(device_pool, monkeypatch, caplog)
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     first, second = np.zeros(100, np.uint8), np.zeros(200, np.uint8)
-    device_pool.unpin()
+    device_pool.close()
     device_pool.pin(first)
     device_pool.pin(second)
-    device_pool.unpin()
-    device_pool.unpin()
+    device_pool.close()
+    device_pool.close()
     places = [memory.ctypes.data for memory in (first, second)]
     assert calls == [(places[0], 100), places[0], (places[1], 200), places[1]]
     assert caplog.records == []
@@ -426,7 +434,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(device_pool, monkeypatch,
     runtime = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     device_pool.pin(np.zeros(100, np.uint8))
-    device_pool.unpin()
+    device_pool.close()
     assert [record.getMessage() for record in caplog.records] == ["cannot pin memory (CUDA error 2): copies are slow"]
 
 
@@ -445,8 +453,30 @@ def test_buffers_are_of_pinned_memory_if_there_is_any(device_pool, monkeypatch, 
     assert "out of memory" in caplog.text
 
 
-def test_the_cpu_pool_needs_neither_fence_nor_pin():
+def test_on_the_cpu_the_engine_goes_on_while_blocks_are_read(monkeypatch):
+    goes_on, gather = threading.Event(), pool._gather
+
+    def slow(*arguments):
+        assert goes_on.wait(30)
+        gather(*arguments)
+
+    monkeypatch.setattr(pool, "_gather", slow)
+    source = cache(B, H, N, C)
+    engine_pool = pool.make_pool({"a": source}, B, K)
+    expected = engine_pool._grids[0].copy()
+    target = np.zeros(engine_pool.block_bytes, np.uint8)
+    copied = engine_pool.read([list(range(K))], [target])
+    assert not target.any()
+    goes_on.set()
+    engine_pool.fence()
+    source.zero_()  # the next step writes here
+    copied()
+    assert target.tobytes() == expected[:, :K].tobytes()
+    engine_pool.close()
+
+
+def test_the_cpu_pool_can_do_without_fence_and_pin():
     engine_pool = pool.make_pool({"a": cache(B, H, N, C)}, B, K)
     engine_pool.fence()
     engine_pool.pin(np.zeros(8, np.uint8))
-    engine_pool.unpin()
+    engine_pool.close()

@@ -59,7 +59,7 @@ class Pool:
     def fence(self) -> None:
         self.fences += 1
 
-    def unpin(self) -> None:
+    def close(self) -> None:
         assert self.go_on.is_set()
 
 

@@ -107,12 +107,15 @@ class DevicePool(EnginePool):
 
         In one call: a copy must not cross from one registered range to another.
         """
-        self.unpin()
+        self._unpin()
         if self._succeeds("pin", _cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)):
             self._pinned = memory
 
     @override
-    def unpin(self) -> None:
+    def close(self) -> None:
+        self._unpin()
+
+    def _unpin(self) -> None:
         memory, self._pinned = self._pinned, None
         if memory is not None:
             self._succeeds("unpin", _cudart().cudaHostUnregister(memory.ctypes.data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -80,7 +81,9 @@ class EnginePool(ABC):
     def fence(self) -> None:
         """Put what the engine enqueued so far before all writes to come, and what it will after all reads begun.
 
-        To be called in each step before its loads begin and before it is computed. On the CPU this is so anyway.
+        To be called in each step before its loads begin and before it is computed.
+
+        Blocking: on a device never; on the CPU as long as reads last.
         """
 
     def allocate(self, num_bytes: int) -> Bytes:
@@ -90,8 +93,8 @@ class EnginePool(ABC):
     def pin(self, memory: Bytes) -> None:
         """Tell the device of memory that will be copied from and to, such as an arena. Nothing to do on the CPU."""
 
-    def unpin(self) -> None:
-        """Undo `pin`, before that memory is unmapped."""
+    def close(self) -> None:
+        """Undo `pin`, before that memory is unmapped, and end all reads. Fine to be called twice."""
 
     def _ids(self, engine_blocks: Sequence[int]) -> npt.NDArray[np.intp]:
         ids = np.asarray(engine_blocks, np.intp)
@@ -137,21 +140,40 @@ class _CpuPool(EnginePool):
     rank of 8: 80 parts, 16 engine blocks); a plain index reads at 4.0 and 3.3, as it allocates its result (Xeon with
     2 cores, numpy 2.4, 2026-11-30). Slots begin on pages and torch's memory on multiples of 64, so no copy has
     the distance that slows memmove down (see `copying.py`).
+
+    Reads run on a thread of their own, while the engine samples and schedules: the first token does not wait for them.
     """
 
     def __init__(self, grids: Sequence[torch.Tensor], blocks_per: int) -> None:
         super().__init__(grids, blocks_per)
         self._grids: list[Bytes] = [grid.numpy() for grid in grids]
+        self._reader = ThreadPoolExecutor(1, "kvfleet-read")
+        self._reads: list[Future[None]] = []
 
     @override
     def read(self, engine_blocks: Sequence[Sequence[int]], targets: Sequence[Bytes]) -> Callable[[], None]:
         assert len(engine_blocks) == len(targets), (len(engine_blocks), len(targets))
-        for block, target in zip(engine_blocks, targets, strict=True):
-            ids = self._ids(block)
-            assert len(ids) == self.blocks_per, (len(ids), self.blocks_per)
-            for grid, section in zip(self._grids, self._sections(target), strict=True):
+        copies = [
+            (self._ids(block), self._sections(target)) for block, target in zip(engine_blocks, targets, strict=True)
+        ]
+        assert all(len(ids) == self.blocks_per for ids, _ in copies), (engine_blocks, self.blocks_per)
+        read = self._reader.submit(self._read, copies)
+        self._reads.append(read)
+        return read.result
+
+    def _read(self, copies: list[tuple[npt.NDArray[np.intp], list[npt.NDArray[Any]]]]) -> None:
+        for ids, sections in copies:
+            for grid, section in zip(self._grids, sections, strict=True):
                 _gather(grid, ids, section)
-        return _nothing
+
+    @override
+    def fence(self) -> None:
+        wait(self._reads)
+        self._reads.clear()
+
+    @override
+    def close(self) -> None:
+        self._reader.shutdown()
 
     @override
     def write(self, engine_blocks: Sequence[int], first: int, source: Bytes) -> None:
@@ -181,7 +203,3 @@ def _gather(grid: Bytes, ids: npt.NDArray[np.intp], section: npt.NDArray[Any]) -
     target = section.view(np.uint8).reshape(grid.shape[0], len(ids), grid.shape[2])
     for place, block in enumerate(ids.tolist()):
         target[:, place] = grid[:, block]
-
-
-def _nothing() -> None:
-    """Wait for a copy that is done."""

@@ -1,8 +1,8 @@
 """The workers' half of the connector: moves the bytes of one rank between vLLM's memory and the fleet.
 
 Loads run on threads of their own, straight from the arena into vLLM's blocks. What is to be saved is first copied to
-buffers of ours, in the step that computed it, and stored from there in the background: vLLM may do with its blocks
-what it likes from the next step on, and no request waits for a store.
+buffers of ours, before the step after the one that computed it, and stored from there in the background: vLLM may do
+with its blocks what it likes from the next step on, and no request waits for a store.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Transfers:
         while self._writing and time.monotonic() < deadline:
             time.sleep(0.01)
         if not self._writing:
-            self._pool.unpin()
+            self._pool.close()
 
     # loads
 
