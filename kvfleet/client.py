@@ -21,7 +21,7 @@ from kvfleet.core.block import KEY_BYTES, TokenIds
 from kvfleet.core.directory import Run
 from kvfleet.core.layout import ModelSpec
 from kvfleet.errors import KvFleetError, LayoutMismatchError
-from kvfleet.hits import ClientStats, HitRun, Loaded, PrefixHit, merge_runs
+from kvfleet.hits import ClientStats, HitRun, Loaded, PrefixHit, merge_runs, true_head
 from kvfleet.node.arena import Arena
 from kvfleet.node.messages import Bytes, Miss, Namespace, Outcome
 from kvfleet.reading import Reading
@@ -99,7 +99,8 @@ class Client:
     def lookup(self, token_ids: TokenIds, *, extra: Mapping[int, bytes] | None = None) -> PrefixHit:
         """The longest prefix of `token_ids`, in whole blocks, that the fleet says it holds.
 
-        No remote call if all of it is in this node's arena, else one to the directory.
+        No remote call if all of it is in this node's arena, else one to the directory. Blocks that are being written
+        to this node's arena count: a load waits for them.
 
         Args:
             token_ids: 1-D; a uint32 buffer is fastest (numpy, torch, array); lists work.
@@ -118,10 +119,10 @@ class Client:
             start_block: the first block to look for; the engine has those before it.
         """
         arena, fault = self._arena(self._config.lookup_timeout_s)
-        local = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
-        head = _true_head(local)
+        local, coming = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
+        head = true_head(local)
         runs: tuple[Run, ...] = ()
-        if head < len(local):
+        if not coming.all():
             self._stats.called("locate")
             asked = keys[(start_block + head) * KEY_BYTES :]
             try:
@@ -132,7 +133,7 @@ class Client:
             except KvFleetError as error:
                 fault = Miss.DIRECTORY_UNAVAILABLE
                 _log.debug("lookup without directory: %s", error)
-        hit = self._hit(keys, start_block, merge_runs(local, head, runs, start_block), fault)
+        hit = self._hit(keys, start_block, merge_runs(local, head, runs, start_block, coming), fault)
         self._stats.looked_up(hit)
         return hit
 
@@ -142,8 +143,8 @@ class Client:
         Blocking: never; makes no remote call, and finds nothing before the node is attached.
         """
         arena = None if self._node.stale else self._node.arena
-        local = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
-        head = _true_head(local)
+        local, _ = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
+        head = true_head(local)
         return self._hit(keys, start_block, merge_runs(local[:head], head, (), start_block), None)
 
     def absent(self, keys: bytes) -> npt.NDArray[np.bool_]:
@@ -183,13 +184,16 @@ class Client:
             self._warn_at = now + _LOG_INTERVAL_S
             _log.warning(text, error)
 
-    def _local_blocks(self, arena: Arena | None, keys: bytes) -> npt.NDArray[np.bool_]:
-        """Which blocks are whole in this node's arena: all shards of them."""
+    def _local_blocks(self, arena: Arena | None, keys: bytes) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which blocks are whole in this node's arena, all shards of them; and which are, or are being written."""
         here = np.full(len(keys) // KEY_BYTES, arena is not None)
+        coming = here.copy()
         if arena is not None:
             for shard in range(self.spec.layout.num_shards):
-                here &= arena.records.find(keys, shard).slots >= 0
-        return here
+                found = arena.records.find(keys, shard)
+                here &= found.slots >= 0
+                coming &= (found.slots >= 0) | found.pending
+        return here, coming
 
     # load
 
@@ -286,8 +290,3 @@ class Client:
             return fill
         source = self._checked(kv, num_blocks)
         return lambda index, slot: copying.copy_in(slot, copying.block_slice(source, layout, index - start_block))
-
-
-def _true_head(flags: npt.NDArray[np.bool_]) -> int:
-    """How many of the first flags are set."""
-    return len(flags) if flags.all() else int(flags.argmin())

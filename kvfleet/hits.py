@@ -15,7 +15,7 @@ from kvfleet.core.directory import NodeId, Run
 from kvfleet.core.layout import BlockLayout
 from kvfleet.node.messages import Miss, Outcome, Source
 
-__all__ = ["ClientStats", "HitRun", "Loaded", "PrefixHit", "Stats", "StoreResult", "merge_runs"]
+__all__ = ["ClientStats", "HitRun", "Loaded", "PrefixHit", "Stats", "StoreResult", "merge_runs", "true_head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class HitRun:
         local: in this node's arena when looked up.
         nodes: other nodes that hold them, as the directory said; a hint.
         shared: the shared tier has them, as the directory said; a hint.
+        pending: some were still being written by a process of this node. A load waits for them.
     """
 
     start: int
@@ -33,6 +34,7 @@ class HitRun:
     local: bool
     nodes: tuple[NodeId, ...] = ()
     shared: bool = False
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,13 @@ class PrefixHit:
         return self.keys[start * KEY_BYTES : stop * KEY_BYTES]
 
 
-def merge_runs(local: npt.NDArray[np.bool_], head: int, runs: Sequence[Run], start: int = 0) -> tuple[HitRun, ...]:
+def merge_runs(
+    local: npt.NDArray[np.bool_],
+    head: int,
+    runs: Sequence[Run],
+    start: int = 0,
+    coming: npt.NDArray[np.bool_] | None = None,
+) -> tuple[HitRun, ...]:
     """The runs of a hit.
 
     Args:
@@ -74,6 +82,7 @@ def merge_runs(local: npt.NDArray[np.bool_], head: int, runs: Sequence[Run], sta
         head: the first of them that is not, counted from `start`.
         runs: what the directory said about the blocks from `head` on.
         start: the hit's first block.
+        coming: which blocks are in this node's arena or being written to it; None: as `local`.
     """
     merged = [HitRun(start, start + head, local=True)] if head else []
     stop = head
@@ -81,11 +90,16 @@ def merge_runs(local: npt.NDArray[np.bool_], head: int, runs: Sequence[Run], sta
         assert run.start + head == stop, "the directory's runs leave no gap"
         stop = head + run.stop
         merged.append(HitRun(start + head + run.start, start + stop, local=False, nodes=run.nodes, shared=run.shared))
-    behind = local[stop:]
-    more = len(behind) if behind.all() else int(behind.argmin())
+    more = true_head((local if coming is None else coming)[stop:])
     if more:
-        merged.append(HitRun(start + stop, start + stop + more, local=True))
+        here = bool(local[stop : stop + more].all())
+        merged.append(HitRun(start + stop, start + stop + more, local=here, pending=not here))
     return tuple(merged)
+
+
+def true_head(flags: npt.NDArray[np.bool_]) -> int:
+    """How many of the first flags are set."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 class Loaded(int):

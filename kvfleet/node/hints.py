@@ -101,14 +101,14 @@ class HintTable:
             if self._cells[cell] == hint:
                 self._cells[cell] = 0
 
-    def prune(self, low: Words, high: Words, shards: Words, committed: Flags) -> Flags:
-        """Remove hints that are not a committed record's.
+    def prune(self, low: Words, high: Words, shards: Words, in_use: Flags) -> Flags:
+        """Remove hints that are not of a record in use.
 
         Args:
             low: low words of the records' keys, shape (num_records,), as the other arguments.
             high: high words.
             shards: shards.
-            committed: which records are.
+            in_use: which records are.
 
         Returns:
             Which records have a hint now.
@@ -116,7 +116,7 @@ class HintTable:
         slots = (self._flat & _LOW32).view(np.int64) - 1
         right = (slots >= 0) & (slots < self._num_records)
         slots[~right] = 0
-        right &= committed[slots]
+        right &= in_use[slots]
         right &= (self._flat >> _SHIFT32) == ((high >> _SHIFT32) | np.uint64(_FINGERPRINT_BIT))[slots]
         buckets = (low + shards * np.uint64(_SHARD_STEP)) & np.uint64(self._mask)
         right &= buckets[slots] == np.arange(len(self._flat), dtype=np.uint64) // np.uint64(WAYS)

@@ -69,6 +69,7 @@ class Found:
         offsets: of the slots in the arena file, bytes.
         lengths: of the blocks, bytes.
         checksums: xxh3-64 of the blocks' bytes.
+        pending: misses that a client of this node is writing, as far as is known.
     """
 
     slots: Indexes
@@ -76,6 +77,7 @@ class Found:
     offsets: Words
     lengths: npt.NDArray[np.uint32]
     checksums: Words
+    pending: Flags
 
 
 class Record(NamedTuple):
@@ -137,15 +139,17 @@ class RecordTable:
         assert len(keys) % KEY_BYTES == 0
         pairs = np.frombuffer(keys, np.uint64).reshape(-1, 2)
         slots, matches = self._hints.match(pairs, shard)
-        generations, records, hits = self._snapshot(slots, pairs, shard)
+        generations, records, same = self._snapshot(slots, pairs, shard)
+        hits = same & _committed(generations)
         if not hits.all():
             # Two hints in one bucket with the same fingerprint, one of them of another key: very rare.
             for i in np.flatnonzero(~hits & (np.count_nonzero(matches, axis=1) > 1)).tolist():
                 for slot in self._hints.all_of(int(pairs[i, 0]), int(pairs[i, 1]), shard):
                     one = self._snapshot(np.array([slot]), pairs[i : i + 1], shard)
                     if one[2][0]:
-                        slots[i], generations[i], records[i], hits[i] = slot, one[0][0], one[1][0], True
+                        slots[i], generations[i], records[i], same[i] = slot, one[0][0], one[1][0], True
                         break
+            hits = same & _committed(generations)
             slots[~hits] = -1
         return Found(
             slots=slots,
@@ -153,6 +157,7 @@ class RecordTable:
             offsets=records[:, OFFSET],
             lengths=(records[:, SIZES] & _LOW32).astype(np.uint32),
             checksums=records[:, CHECKSUM],
+            pending=same & ~hits,
         )
 
     def unchanged(self, slots: Indexes, generations: Words) -> Flags:
@@ -202,6 +207,8 @@ class RecordTable:
         cells[base + LAST_ACCESS] = 0
         cells[base + SIZES] = length | parent_fingerprint << 32
         cells[base + PLACE] = shard | min(depth, DEPTH_MAX) << 16 | namespace << 32
+        if client_id:
+            self._link(slot)  # so that readers see that it is being written; without a vacancy they do not
         # Last, so that a manager that dies before this leaves a free slot, not half a reservation.
         cells[base + CHECKSUM] = client_id
         return generation
@@ -217,7 +224,7 @@ class RecordTable:
         cells, base = self._cells, slot * WORDS
         if cells[base + GENERATION] != generation:
             return False
-        if not self._link(slot):
+        if not (self._linked(slot) or self._link(slot)):
             self.free(slot)
             return False
         cells[base + CHECKSUM] = checksum
@@ -235,9 +242,10 @@ class RecordTable:
         cells, base = self._cells, slot * WORDS
         generation = cells[base + GENERATION]
         hidden = generation + 1 + generation % 2
+        in_use = generation != 0 and (generation % 2 == 0 or cells[base + CHECKSUM] != 0)
         cells[base + GENERATION] = hidden
         cells[base + CHECKSUM] = 0
-        if generation % 2 == 0 and generation != 0:
+        if in_use:
             low, high, shard = cells[base + KEY_LOW], cells[base + KEY_HIGH], cells[base + PLACE] & 0xFFFF
             self._hints.unlink(low, high, shard, slot)
         return hidden
@@ -248,9 +256,7 @@ class RecordTable:
 
     def live(self) -> list[Record]:
         """All committed records, and the reserved ones that name a client, in order of slots."""
-        generations = self._words[:, GENERATION]
-        reserved = (generations % 2 == 1) & (self._words[:, CHECKSUM] != 0)
-        return self._read(np.flatnonzero(_committed(generations) | reserved))
+        return self._read(np.flatnonzero(_in_use(self._words[:, GENERATION], self._words[:, CHECKSUM])))
 
     def namespaces(self, slots: Sequence[int]) -> set[int]:
         """The numbers of the namespaces of some records."""
@@ -263,18 +269,19 @@ class RecordTable:
         Readers may go on meanwhile and miss nothing that was found before.
         """
         words = self._words
-        committed = _committed(words[:, GENERATION])
-        linked = self._hints.prune(words[:, KEY_LOW], words[:, KEY_HIGH], words[:, PLACE] & _LOW16, committed)
-        for slot in np.flatnonzero(committed & ~linked).tolist():
+        in_use = _in_use(words[:, GENERATION], words[:, CHECKSUM])
+        linked = self._hints.prune(words[:, KEY_LOW], words[:, KEY_HIGH], words[:, PLACE] & _LOW16, in_use)
+        for slot in np.flatnonzero(_committed(words[:, GENERATION]) & ~linked).tolist():
             if not self._link(slot):
                 self.free(slot)
 
     def _snapshot(self, slots: Indexes, pairs: Words, shard: int) -> tuple[Words, Words, Flags]:
-        """Generations and records, shape (n, 8), as they were at one moment, and which are the wanted blocks'."""
+        """Generations and records, shape (n, 8), as they were at one moment, and which are the wanted blocks' and in use."""
         numbers = np.maximum(slots, 0)  # a miss reads record 0, to no effect
         generations = self._flat.take(numbers * WORDS)
         records = self._words.take(numbers, axis=0)
-        wanted = (slots >= 0) & (self._flat.take(numbers * WORDS) == generations) & _committed(generations)
+        wanted = (slots >= 0) & (self._flat.take(numbers * WORDS) == generations)
+        wanted &= _in_use(generations, records[:, CHECKSUM])
         wanted &= records[:, KEY_LOW] == pairs[:, 0]
         wanted &= records[:, KEY_HIGH] == pairs[:, 1]
         wanted &= (records[:, PLACE] & _LOW16) == np.uint64(shard)
@@ -289,6 +296,10 @@ class RecordTable:
             for slot, key, (generation, _, _, checksum, *others) in zip(slots.tolist(), keys, rows, strict=True)
         ]
 
+    def _linked(self, slot: int) -> bool:
+        cells, base = self._cells, slot * WORDS
+        return slot in self._hints.all_of(cells[base + KEY_LOW], cells[base + KEY_HIGH], cells[base + PLACE] & 0xFFFF)
+
     def _link(self, slot: int) -> bool:
         cells, base = self._cells, slot * WORDS
         vacancy = self._hints.vacancy(cells[base + KEY_LOW], cells[base + PLACE] & 0xFFFF)
@@ -302,3 +313,8 @@ def _committed(generations: Words) -> Flags:
     even: Flags = np.equal(generations & np.uint64(1), 0)
     even &= generations != 0
     return even
+
+
+def _in_use(generations: Words, checksums: Words) -> Flags:
+    """Which records are committed, or reserved by a client."""
+    return _committed(generations) | ((generations % np.uint64(2) == 1) & (checksums != 0))

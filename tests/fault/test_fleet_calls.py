@@ -14,6 +14,7 @@ import pytest
 from kvfleet.config import KIB, MIB
 from kvfleet.core.block import split
 from kvfleet.node.messages import LoadProgress, Miss, Source
+from tests.conftest import wait_for
 from tests.rig import Rig, after
 from tests.workload import block, empty, fetch_request, kv, load, load_request, model, prompt, store
 
@@ -293,10 +294,42 @@ def test_two_clients_that_store_the_same_blocks_at_once(arena_root):
         task = first.store(tokens, fill)
         assert writing.wait(10)
         assert (result := second.store(tokens, kv(SPEC, tokens)).wait(10)).already == 8, result
-        assert second.lookup(tokens).num_blocks == 0  # half-written is not readable
+        assert second.load(second.lookup(tokens), empty(SPEC, 8), 0.0) == 0  # half-written is not readable
         go_on.set()
         assert task.wait(10).stored == 8
         assert load(second, tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_the_next_turn_waits_for_the_blocks_of_this_one_as_long_as_they_are_being_written(arena_root, finishes):
+    with Rig(arena_root) as rig:
+        first, second, tokens = rig.client(SPEC), rig.client(SPEC), prompt(8)
+        store(first, tokens[: 3 * 16])
+        keys = split(SPEC.keys(tokens))
+        writing, go_on = threading.Event(), threading.Event()
+
+        def fill(index, view):
+            np.copyto(view, block(SPEC, keys[index]))
+            writing.set()
+            assert go_on.wait(20)
+            assert finishes, "the engine gives up"
+
+        task = first.store(tokens, fill)
+        assert writing.wait(10)
+        hit = second.lookup(prompt(9))
+        assert [(run.start, run.stop, run.local, run.pending) for run in hit.runs] == [
+            (0, 3, True, False),
+            (3, 8, False, True),
+        ]
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(load, second, tokens)
+            wait_for(lambda: rig.calls["0.load"], "the load has begun")
+            go_on.set()
+            loaded = loading.result(20)
+        assert task.wait(10).stored == (5 if finishes else 0)
+        came = (Source.DRAM,) * 8 if finishes else (Source.DRAM,) * 3
+        assert loaded.outcomes[: len(came)] == came
+        assert loaded == len(came) * 16
 
 
 def test_a_load_waits_for_a_client_that_is_writing_the_block(arena_root):

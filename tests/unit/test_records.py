@@ -10,7 +10,7 @@ import pytest
 from kvfleet.node.records import RECORD, Record, RecordTable, key_fingerprint, table_bytes
 
 NUM = 16
-NUM_STORES = 41  # of `scenario`
+NUM_STORES = 43  # of `scenario`
 
 
 def key_of(i):
@@ -88,6 +88,23 @@ def test_a_reserved_slot_is_invisible_until_committed(table):
     assert table.commit(3, generation, 9, 50)
     assert slots_of(table, key_of(1)) == [3]
     assert table.record(3) == Record(3, key_of(1), 0, generation + 1, 9, 3 * 4096, 50, 1003, 5, 0, 3, 2, 0, 0)
+
+
+def test_readers_see_that_a_client_is_writing_a_block(table):
+    keys = [key_of(i) for i in range(5)]
+    put(table, 0, keys[0])
+    generation = reserve(table, 1, keys[1], client_id=77)
+    reserve(table, 2, keys[2])  # the manager's own
+    reserve(table, 3, keys[3], client_id=77)
+    table.free(3)
+    pending = [False, True, False, False, False]
+    assert table.find(b"".join(keys)).pending.tolist() == pending
+    assert not table.find(b"".join(keys), shard=1).pending.any()
+    table.recover()
+    assert table.find(b"".join(keys)).pending.tolist() == pending
+    assert table.commit(1, generation, 9, 50)
+    found = table.find(b"".join(keys))
+    assert (found.slots.tolist(), found.pending.any()) == ([0, 1, -1, -1, -1], False)
 
 
 def test_commit_of_a_reservation_that_is_gone_changes_nothing(table):

@@ -138,7 +138,7 @@ class Scheduling:
         start = load.first * self._engine_block_tokens
         tokens: Counter[str] = Counter()
         for run in load.hit.runs:
-            place = "host" if run.local else "p2p" if run.nodes else "shared"
+            place = "host" if run.local or run.pending else "p2p" if run.nodes else "shared"
             first, stop = run.start * self._block_tokens, run.stop * self._block_tokens
             tokens[place] += max(0, min(stop, start + external_tokens) - max(first, start))
         return dict(+tokens)
