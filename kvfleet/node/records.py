@@ -15,98 +15,41 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvfleet.node.hints import HintTable, hint_bytes
+from kvfleet.node.recordwords import (
+    CHECKSUM,
+    DEPTH_MAX,
+    GENERATION,
+    KEY_BYTES,
+    KEY_HIGH,
+    KEY_LOW,
+    LAST_ACCESS,
+    OFFSET,
+    PLACE,
+    RECORD,
+    SIZES,
+    WORDS,
+    Bytes,
+    Flags,
+    Found,
+    Indexes,
+    Record,
+    Words,
+    committed,
+    in_use,
+    key_fingerprint,
+)
 
 __all__ = ["ORDERED", "RECORD", "Found", "Record", "RecordTable", "key_fingerprint", "table_bytes"]
 
 ORDERED = platform.machine() in {"x86_64", "AMD64"}
 
-RECORD = np.dtype(
-    [
-        ("generation", "<u8"),
-        ("key_low", "<u8"),
-        ("key_high", "<u8"),
-        ("checksum", "<u8"),  # while reserved: the client that writes, 0 = the manager itself or nobody
-        ("offset", "<u8"),
-        ("last_access", "<u8"),
-        ("length", "<u4"),
-        ("parent_fingerprint", "<u4"),
-        ("shard", "<u2"),
-        ("depth", "<u2"),
-        ("namespace", "<u2"),
-        ("codec", "u1"),
-        ("tier", "u1"),
-    ]
-)
-WORDS = 8  # 64-bit words in a record
-GENERATION, KEY_LOW, KEY_HIGH, CHECKSUM, OFFSET, LAST_ACCESS, SIZES, PLACE = range(WORDS)
-KEY_BYTES = 16
-DEPTH_MAX = 0xFFFF
-
-Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint64]
-Indexes = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-
 _LOW16 = np.uint64(0xFFFF)
 _LOW32 = np.uint64(0xFFFF_FFFF)
 _NAMESPACE_SHIFT = np.uint64(32)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Where the asked-for blocks are. All arrays have shape (num_keys,), in the order of the keys.
-
-    Attributes:
-        slots: record numbers; -1 is a miss, and then the other arrays hold nothing of use.
-        generations: as they were before anything else was read; give them to `RecordTable.unchanged`.
-        offsets: of the slots in the arena file, bytes.
-        lengths: of the blocks, bytes.
-        checksums: xxh3-64 of the blocks' bytes.
-        pending: misses that a client of this node is writing, as far as is known.
-    """
-
-    slots: Indexes
-    generations: Words
-    offsets: Words
-    lengths: npt.NDArray[np.uint32]
-    checksums: Words
-    pending: Flags
-
-
-class Record(NamedTuple):
-    """One record as the manager reads it: committed, or reserved by `client_id`, whose bits `checksum` holds then."""
-
-    slot: int
-    key: bytes
-    client_id: int
-    generation: int
-    checksum: int
-    offset: int
-    last_access: int
-    length: int
-    parent_fingerprint: int
-    shard: int
-    depth: int
-    namespace: int
-    codec: int
-    tier: int
-
-    @property
-    def committed(self) -> bool:
-        """Whether readers can see it."""
-        return self.generation % 2 == 0 and self.generation != 0
-
-
-def key_fingerprint(key: bytes) -> int:
-    """The 32 bits of a key that its children's records keep; 0 for the root's children (`b""`)."""
-    return int.from_bytes(key[:4], "little")
 
 
 def table_bytes(num_records: int) -> int:
@@ -140,7 +83,7 @@ class RecordTable:
         pairs = np.frombuffer(keys, np.uint64).reshape(-1, 2)
         slots, matches = self._hints.match(pairs, shard)
         generations, records, same = self._snapshot(slots, pairs, shard)
-        hits = same & _committed(generations)
+        hits = same & committed(generations)
         if not hits.all():
             # Two hints in one bucket with the same fingerprint, one of them of another key: very rare.
             for i in np.flatnonzero(~hits & (np.count_nonzero(matches, axis=1) > 1)).tolist():
@@ -149,7 +92,7 @@ class RecordTable:
                     if one[2][0]:
                         slots[i], generations[i], records[i], same[i] = slot, one[0][0], one[1][0], True
                         break
-            hits = same & _committed(generations)
+            hits = same & committed(generations)
             slots[~hits] = -1
         return Found(
             slots=slots,
@@ -242,10 +185,10 @@ class RecordTable:
         cells, base = self._cells, slot * WORDS
         generation = cells[base + GENERATION]
         hidden = generation + 1 + generation % 2
-        in_use = generation != 0 and (generation % 2 == 0 or cells[base + CHECKSUM] != 0)
+        used = generation != 0 and (generation % 2 == 0 or cells[base + CHECKSUM] != 0)
         cells[base + GENERATION] = hidden
         cells[base + CHECKSUM] = 0
-        if in_use:
+        if used:
             low, high, shard = cells[base + KEY_LOW], cells[base + KEY_HIGH], cells[base + PLACE] & 0xFFFF
             self._hints.unlink(low, high, shard, slot)
         return hidden
@@ -256,7 +199,7 @@ class RecordTable:
 
     def live(self) -> list[Record]:
         """All committed records, and the reserved ones that name a client, in order of slots."""
-        return self._read(np.flatnonzero(_in_use(self._words[:, GENERATION], self._words[:, CHECKSUM])))
+        return self._read(np.flatnonzero(in_use(self._words[:, GENERATION], self._words[:, CHECKSUM])))
 
     def namespaces(self, slots: Sequence[int]) -> set[int]:
         """The numbers of the namespaces of some records."""
@@ -269,19 +212,19 @@ class RecordTable:
         Readers may go on meanwhile and miss nothing that was found before.
         """
         words = self._words
-        in_use = _in_use(words[:, GENERATION], words[:, CHECKSUM])
-        linked = self._hints.prune(words[:, KEY_LOW], words[:, KEY_HIGH], words[:, PLACE] & _LOW16, in_use)
-        for slot in np.flatnonzero(_committed(words[:, GENERATION]) & ~linked).tolist():
+        used = in_use(words[:, GENERATION], words[:, CHECKSUM])
+        linked = self._hints.prune(words[:, KEY_LOW], words[:, KEY_HIGH], words[:, PLACE] & _LOW16, used)
+        for slot in np.flatnonzero(committed(words[:, GENERATION]) & ~linked).tolist():
             if not self._link(slot):
                 self.free(slot)
 
     def _snapshot(self, slots: Indexes, pairs: Words, shard: int) -> tuple[Words, Words, Flags]:
-        """Generations and records, shape (n, 8), as they were at one moment, and which are the wanted blocks' and in use."""
+        """Generations and records, shape (n, 8), at one moment, and which are the wanted blocks' and in use."""
         numbers = np.maximum(slots, 0)  # a miss reads record 0, to no effect
         generations = self._flat.take(numbers * WORDS)
         records = self._words.take(numbers, axis=0)
         wanted = (slots >= 0) & (self._flat.take(numbers * WORDS) == generations)
-        wanted &= _in_use(generations, records[:, CHECKSUM])
+        wanted &= in_use(generations, records[:, CHECKSUM])
         wanted &= records[:, KEY_LOW] == pairs[:, 0]
         wanted &= records[:, KEY_HIGH] == pairs[:, 1]
         wanted &= (records[:, PLACE] & _LOW16) == np.uint64(shard)
@@ -307,14 +250,3 @@ class RecordTable:
             return False
         self._hints.link(vacancy, cells[base + KEY_HIGH], slot)
         return True
-
-
-def _committed(generations: Words) -> Flags:
-    even: Flags = np.equal(generations & np.uint64(1), 0)
-    even &= generations != 0
-    return even
-
-
-def _in_use(generations: Words, checksums: Words) -> Flags:
-    """Which records are committed, or reserved by a client."""
-    return _committed(generations) | ((generations % np.uint64(2) == 1) & (checksums != 0))
