@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,8 +16,10 @@ from typing_extensions import override
 from kvfleet.actors import find_directory, find_manager, first_line, get_directory, manager_actor
 from kvfleet.attachment import DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
+from kvfleet.core.breaker import Breaker
 from kvfleet.core.directory import NodeId
 from kvfleet.errors import ConfigError, DeadlineExceededError, DirectoryUnavailableError, TierUnavailableError
+from kvfleet.node.arenadir import NODE_FILE
 from kvfleet.node.messages import (
     Attachment,
     CommitReply,
@@ -28,9 +31,12 @@ from kvfleet.node.messages import (
     ReserveRequest,
 )
 from kvfleet.node.threads import TimedThreads
+from kvfleet.pulse import Pulse
 
 __all__ = ["DirectoryCalls", "ManagerCalls", "running_config"]
 
+_HEARTBEATS_MISSED_MAX = 3
+_DIRECTORY_PAUSE_S, _DIRECTORY_PAUSE_MAX_S = 1.0, 5.0
 _GRACE_S = 0.25  # what a call may take beyond the deadline it carries, for its answer to arrive
 _FINDING = TimedThreads(
     4, "kvfleet-find"
@@ -87,12 +93,17 @@ class _Actor:
 
 
 class ManagerCalls(ManagerPort):
-    """A client's calls to the manager of its node, which it starts if need be, as long as the fleet runs."""
+    """A client's calls to the manager of its node, which it starts if need be, as long as the fleet runs.
+
+    A load does not wait for a manager that shows no sign of life: it costs the first request some heartbeats, those
+    after it nothing.
+    """
 
     def __init__(self, config: FleetConfig, node: str) -> None:
         self._config = config
         self._node = node
         self._manager = _Actor(self._find)
+        self._pulse: Pulse | None = None
 
     def _find(self, timeout_s: float) -> ActorHandle[Any]:
         fleet = self._config.name
@@ -100,7 +111,11 @@ class ManagerCalls(ManagerPort):
 
     @override
     def attach(self, timeout_s: float) -> Attachment:
-        return self._call("attach", (), timeout_s)  # type: ignore[no-any-return]
+        attachment: Attachment = self._call("attach", (), timeout_s)
+        if not attachment.problem:
+            path = Path(attachment.arena_path).with_name(NODE_FILE)
+            self._pulse = Pulse(path, _HEARTBEATS_MISSED_MAX * self._config.heartbeat_s)
+        return attachment
 
     @override
     def reserve(self, request: ReserveRequest, timeout_s: float) -> ReserveReply:
@@ -116,14 +131,13 @@ class ManagerCalls(ManagerPort):
         stream = None
         try:
             with self._errors("load", request.timeout_s):
+                self._check_pulse()
                 method = self._manager.handle(request.timeout_s).load.options(
                     num_returns="streaming", _generator_backpressure_num_objects=1
                 )
                 stream = method.remote(request)
                 while True:
-                    ready, _ = ray.wait([stream], timeout=_left(deadline), fetch_local=False)
-                    if not ready:
-                        raise TimeoutError
+                    self._await(stream, deadline)
                     ref = next(stream, None)
                     if ref is None:
                         stream = None
@@ -132,6 +146,17 @@ class ManagerCalls(ManagerPort):
         finally:
             if stream is not None:
                 ray.cancel(stream)
+
+    def _await(self, stream: ray.ObjectRefGenerator, deadline: float) -> None:
+        """Wait for a stream's next item, as long as the manager lives."""
+        while not ray.wait([stream], timeout=min(_left(deadline), self._config.heartbeat_s), fetch_local=False)[0]:
+            if not _left(deadline):
+                raise TimeoutError
+            self._check_pulse()
+
+    def _check_pulse(self) -> None:
+        if self._pulse is not None and not self._pulse.beats(time.monotonic()):
+            raise TierUnavailableError("dram", "load: the node's manager shows no sign of life")
 
     def _call(self, name: str, args: tuple[object, ...], timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
         deadline = time.monotonic() + timeout_s + _GRACE_S
@@ -152,20 +177,25 @@ class ManagerCalls(ManagerPort):
 
 
 class DirectoryCalls(DirectoryPort):
-    """A client's calls to the directory."""
+    """A client's calls to the directory. One that does not answer is left alone for a while, longer each time."""
 
     def __init__(self, fleet: str) -> None:
         self._directory = _Actor(lambda _: get_directory(fleet))
+        self._breaker = Breaker(_DIRECTORY_PAUSE_S, _DIRECTORY_PAUSE_MAX_S)
 
     @override
     def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Located:
         deadline = time.monotonic() + timeout_s
+        if not self._breaker.allows(time.monotonic()):
+            raise DirectoryUnavailableError("did not answer a moment ago")
         try:
             answer = self._directory.handle(timeout_s).locate.remote(keys, shard, num_shards)
             located: Located = ray.get(answer, timeout=_left(deadline))
         except (RayError, ValueError, TimeoutError) as error:
             self._directory.failed(error)
+            self._breaker.failed(time.monotonic())
             raise DirectoryUnavailableError(first_line(error)) from error
+        self._breaker.worked()
         return located
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 
 from kvfleet.bench.report import Row, measure
 from kvfleet.bench.workload import Prompts
+from kvfleet.calls import DirectoryCalls, ManagerCalls
+from kvfleet.client import Client
 from kvfleet.core.block import TokenIds
 from kvfleet.core.layout import BlockLayout, ModelSpec
 from kvfleet.fleet import Fleet
@@ -16,9 +19,10 @@ from kvfleet.fleet import Fleet
 __all__ = ["MEASURES", "rows"]
 
 MEASURES = (
-    "`client.lookup` of a prompt that is in this node's arena, its ids given as a uint32 buffer or as a list; and of a "
-    "prompt nobody has, which asks the directory. Floor: chained SHA-256 of the ids, a digest a block. Blocks of 256 "
-    "tokens whose KV is small: a lookup does not read it."
+    "`client.lookup` of a prompt that is in this node's arena, its ids given as a uint32 buffer or as a list; of a "
+    "prompt nobody has, which asks the directory; and in a fleet whose actors are all gone: what a request pays then, "
+    "looking for them now and then included. Floor: chained SHA-256 of the ids, a digest a block. Blocks of 256 tokens "
+    "whose KV is small: a lookup does not read it."
 )
 
 _BLOCK_TOKENS = 256
@@ -42,6 +46,15 @@ def rows(fleet: Fleet, num_blocks: int, repeats: int) -> list[Row]:
         assert (hit.num_tokens, hit.fault) == (hit_tokens, None), hit
         return seconds
 
+    broken = _without_fleet(fleet, client.spec)
+
+    def lookup_broken() -> float:
+        started = perf_counter()
+        hit = broken.lookup(tokens)
+        seconds = perf_counter() - started
+        assert (hit.num_tokens, hit.fault is not None) == (0, True), hit
+        return seconds
+
     def sha256() -> float:
         started = perf_counter()
         digest = b""
@@ -56,5 +69,12 @@ def rows(fleet: Fleet, num_blocks: int, repeats: int) -> list[Row]:
         "lookup, buffer": lambda: lookup(tokens, len(tokens)),
         "lookup, list": lambda: lookup(listed, len(tokens)),
         "lookup, asks the directory": lambda: lookup(stranger, 0),
+        "lookup, all actors gone": lookup_broken,
     }
     return measure(cases, block_bytes=_BLOCK_BYTES, num_blocks=num_blocks, moves=False, repeats=repeats)
+
+
+def _without_fleet(fleet: Fleet, spec: ModelSpec) -> Client:
+    """A client of a fleet that is not there any more."""
+    config = replace(fleet.config, name="gone")
+    return Client(spec, ManagerCalls(config, "gone"), DirectoryCalls(config.name), config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from typing import Any
@@ -15,13 +16,14 @@ from kvfleet.actors import _DirectoryLink
 from kvfleet.calls import DirectoryCalls, ManagerCalls, running_config
 from kvfleet.config import FleetConfig
 from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, TierUnavailableError
+from kvfleet.node.messages import Attachment
 
 FAILURES = [(GetTimeoutError(), 1), (ActorUnavailableError("restarting", None), 1), (ActorDiedError(), 2)]
 FIND = ["find_manager", "find_directory", "get_directory"]
 
 
 @pytest.mark.parametrize("call", ["locate", "attach", "config"])
-def test_an_actor_that_cannot_be_found_is_not_waited_for(monkeypatch, call):
+def test_an_actor_that_cannot_be_found_is_not_waited_for(monkeypatch, impatient, call):
     """Ray waits a minute and longer for its control plane."""
     go_on, searches = threading.Event(), []
 
@@ -44,13 +46,67 @@ def test_an_actor_that_cannot_be_found_is_not_waited_for(monkeypatch, call):
             calls[call](0.05)
     assert time.monotonic() - start < 5
     assert len(searches) <= 4
-    monkeypatch.setattr("ray.get", lambda answer, timeout: "answered")
+    answer = MagicMock(problem="no arena")
+    monkeypatch.setattr("ray.get", lambda call, timeout: answer)
     go_on.set()
-    assert calls[call](10) == "answered"
+    assert calls[call](10) is answer
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A directory that failed is asked again at once."""
+    for name in ("_DIRECTORY_PAUSE_S", "_DIRECTORY_PAUSE_MAX_S"):
+        monkeypatch.setattr(f"kvfleet.calls.{name}", 1e-9)
+
+
+def test_a_directory_that_does_not_answer_costs_the_next_lookup_nothing(monkeypatch):
+    asked = []
+
+    def hang(answer: object, timeout: float) -> None:
+        asked.append(answer)
+        raise GetTimeoutError
+
+    monkeypatch.setattr("kvfleet.calls.get_directory", lambda fleet: MagicMock())
+    monkeypatch.setattr("ray.get", hang)
+    directory = DirectoryCalls("default")
+    for _ in range(100):
+        with pytest.raises(DirectoryUnavailableError):
+            directory.locate(b"", 0, 1, 0.5)
+    assert len(asked) == 1
+
+
+def test_a_load_does_not_wait_for_a_manager_without_a_sign_of_life(monkeypatch, tmp_path):
+    (tmp_path / "node.json").touch()
+    attachment = Attachment("node", 1, str(tmp_path / "arena"), bytes(16), str(tmp_path / "clients"))
+    waits = []
+
+    def nothing(streams: object, timeout: float, **_: object) -> tuple[list[Any], Any]:
+        waits.append(timeout)
+        clock[0] += timeout
+        return [], streams
+
+    clock = [1000.0]
+    monkeypatch.setattr("kvfleet.calls.time", MagicMock(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("kvfleet.calls.find_manager", lambda *args: MagicMock())
+    monkeypatch.setattr("ray.get", lambda call, timeout: attachment)
+    monkeypatch.setattr("ray.wait", nothing)
+    monkeypatch.setattr("ray.cancel", lambda stream: None)
+    manager = ManagerCalls(FleetConfig(heartbeat_s=1.0), "node")
+    manager.attach(1.0)
+    request = MagicMock(timeout_s=30.0)
+    for expected in (4, 0, 0):  # seconds: three heartbeats missed, then known
+        with pytest.raises(TierUnavailableError, match="sign of life"):
+            next(manager.load(request))
+        assert len(waits) == expected
+        waits.clear()
+    os.utime(tmp_path / "node.json", (1, 1))
+    with pytest.raises(TierUnavailableError, match="sign of life"):
+        next(manager.load(request))
+    assert len(waits) == 4
 
 
 @pytest.mark.parametrize(("error", "searches"), FAILURES)
-def test_only_an_actor_that_died_is_searched_for_again(monkeypatch, error, searches):
+def test_only_an_actor_that_died_is_searched_for_again(monkeypatch, impatient, error, searches):
     found: list[object] = []
 
     def find(*args: object) -> MagicMock:
