@@ -36,6 +36,8 @@ class Row:
         seconds: of each run.
         of_floor: speed as a fraction of the floor's: median over the rounds, of which each ran both.
         of_floor_95: interval that holds that median with a probability of 95 % or more.
+        calls_per_s: of all callers together, where several call at once; else 0.
+        keys_per_call: that each of those calls asks for.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Row:
     seconds: tuple[float, ...]
     of_floor: float
     of_floor_95: tuple[float, float]
+    calls_per_s: float = 0.0
+    keys_per_call: int = 0
 
     def ms(self, q: float) -> float:
         """A quantile of the runs, nearest rank, in milliseconds."""
@@ -127,12 +131,13 @@ def measure(
 
 def table(report: Report) -> Table:
     """The rows for reading; a size's first row is its floor."""
-    moves = any(row.moved_bytes for row in report.rows)
+    moves, calls = any(row.moved_bytes for row in report.rows), any(row.calls_per_s for row in report.rows)
     shown = Table(title=f"kvfleet bench {report.bench}", caption=report.measures, caption_justify="left")
     shown.add_column("block", justify="right")
     shown.add_column(report.count, justify="right")
     shown.add_column("what")
-    titles = [*(["GB/s"] if moves else []), "p50 ms", "p90 ms", "max ms", "of floor", "95 %"]
+    rates = [*(["GB/s"] if moves else []), *(["calls/s", "keys/s"] if calls else [])]
+    titles = [*rates, "p50 ms", "p99 ms" if calls else "p90 ms", "max ms", "of floor", "95 %"]
     for title in titles:
         shown.add_column(title, justify="right", no_wrap=True)
     before: Row | None = None
@@ -145,8 +150,9 @@ def table(report: Report) -> Table:
             str(row.num_blocks) if new else "",
             row.name,
             *([f"{row.gb_per_s:.2f}"] if moves else []),
+            *([f"{row.calls_per_s:,.0f}", f"{row.calls_per_s * row.keys_per_call:,.0f}"] if calls else []),
             f"{row.ms(0.5):.2f}",
-            f"{row.ms(0.9):.2f}",
+            f"{row.ms(0.99 if calls else 0.9):.2f}",
             f"{row.ms(1.0):.2f}",
             f"{row.of_floor:.2f}",
             "-".join(f"{end:.2f}" for end in row.of_floor_95),

@@ -100,6 +100,25 @@ def peer(
 
 
 @app.command()
+def directory(
+    callers: Annotated[list[int], typer.Option(min=1, help="Callers at once. Repeat for several.")] = [1, 4, 16],  # noqa: B006
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of a prefix.")] = 512,
+    records: Annotated[int, typer.Option(min=1, help="That the directory knows.")] = 1_000_000,
+    repeats: Repeats = 7,
+    json_file: JsonFile = None,
+    address: RayAddress = None,
+) -> None:
+    """Ask the directory for prefixes, also while inventories come in; floor: an actor that does nothing."""
+    from kvfleet.bench import directory as bench
+
+    with plain_errors(), bench.running_directory(address, max(records, blocks), blocks) as site:
+        found = [bench.rows(site, count, max(1, bench.CALLS // count), repeats) for count in callers]
+    costs = ", ".join(f"{1e3 * cpu_s:.2f} ({count})" for count, (_, cpu_s) in zip(callers, found, strict=True))
+    measures = f"{bench.MEASURES.format(blocks=blocks, records=records)} CPU ms a call at the callers: {costs}."
+    _tell("directory", measures, [row for rows, _ in found for row in rows], json_file, count="callers")
+
+
+@app.command()
 def vllm(
     model: Annotated[
         str | None, typer.Option(help="Name at Hugging Face or directory. Default: SmolLM2 as in the demo.")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 
 from kvfleet.core.block import KEY_BYTES
-from kvfleet.core.inventory import RECORD_BYTES, Delta, Digest, InventoryPage, NodeId, split_records
-from kvfleet.core.rows import SHARED, Rows
+from kvfleet.core.census import DirectoryStats, NodeStats
+from kvfleet.core.inventory import RECORD_BYTES, Applied, Delta, Digest, InventoryPage, NodeId, split_records
+from kvfleet.core.outcomes import Miss
+from kvfleet.core.rows import SHARED, NodeRows, Rows
 
 __all__ = [
     "RECORD_BYTES",
@@ -30,7 +31,6 @@ __all__ = [
     "split_records",
 ]
 
-_ROW_BYTES = 130  # key 64, dict entry 24 to 60, bits of more than 8 nodes 32; tracemalloc: 89 at 500,000 rows, 3 nodes
 _EPOCHS_MAX = 4096  # dropped nodes whose last epoch is still known
 
 
@@ -51,65 +51,6 @@ class Run:
     shared: bool
 
 
-class Applied(Enum):
-    """What the directory did with a message."""
-
-    OK = "ok"
-    NEED_INVENTORY = "need_inventory"  # send page 0 next
-    STALE_EPOCH = "stale_epoch"  # nothing changed; a later life of the node has spoken
-
-
-@dataclass(frozen=True, slots=True)
-class NodeStats:
-    """One node as the directory sees it; `synced` is False while its inventory is awaited."""
-
-    node: NodeId
-    epoch: int
-    seq: int
-    records: int
-    synced: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryStats:
-    """The directory's size.
-
-    Attributes:
-        nodes: one entry a known node.
-        rows: distinct records known, those of departed nodes included until they are cleaned out.
-        shared: records with a copy in the shared tier.
-        refused: additions refused so far because the directory was full.
-        memory_bytes: estimate.
-    """
-
-    nodes: tuple[NodeStats, ...]
-    rows: int
-    shared: int
-    refused: int
-    memory_bytes: int
-
-
-@dataclass(slots=True)
-class _Holdings:
-    """The records of one node, under a bit of their own; `count` and `xor` are of the rows that have the bit."""
-
-    bit: int
-    count: int = 0
-    xor: int = 0
-    complete: bool = True  # False: an addition was refused
-
-    def note(self, records: list[bytes], change: int) -> None:
-        """Count records that got the bit (`change` 1) or lost it (-1)."""
-        if records:
-            self.count += change * len(records)
-            self.xor ^= int.from_bytes(Digest.of(b"".join(records)).xor, "little")
-
-    def differs(self, digest: Digest) -> bool:
-        """Whether the node's own digest shows another set. One that is not complete differs anyway: no answer."""
-        mine = Digest(self.count, self.xor.to_bytes(RECORD_BYTES, "little"))
-        return self.complete and mine != digest
-
-
 @dataclass(slots=True)
 class _Node:
     """What is known of a node, and the half inventory it is sending."""
@@ -117,8 +58,8 @@ class _Node:
     epoch: int
     seq: int = 0
     synced: bool = False
-    held: _Holdings | None = None
-    arriving: _Holdings | None = None
+    held: NodeRows | None = None
+    arriving: NodeRows | None = None
     arriving_seq: int = 0
     next_page: int = 0
 
@@ -148,6 +89,7 @@ class Directory:
             return Applied.STALE_EPOCH
         if node.synced and delta.seq <= node.seq:
             return Applied.OK
+        self._look_for_a_past(delta)
         self._rows.remove(delta.shared_removed, SHARED)
         self._rows.add(delta.shared_added, SHARED)
         held = node.held
@@ -157,6 +99,7 @@ class Directory:
         node.seq = delta.seq
         held.note(self._rows.remove(delta.removed, held.bit), -1)
         self._add(delta.added, held)
+        self._rows.not_admitted(delta.not_admitted)
         if delta.digest is not None:
             node.synced = not held.differs(delta.digest) and (held.complete or not self._rows.roomy)
         self._rows.sweep()
@@ -173,10 +116,11 @@ class Directory:
         if node.synced and page.seq < node.seq:
             return Applied.OK  # shows a state older than what is known
         if page.page == 0:
-            self._void(node)
-            node.arriving, node.arriving_seq, node.next_page = _Holdings(self._rows.new_bit()), page.seq, 0
+            self._void(node, Miss.UNKNOWN)
+            node.arriving, node.arriving_seq = NodeRows(self._rows.new_bit(), page.epoch), page.seq
+            node.next_page = 0
         if node.arriving is None or (page.page, page.seq) != (node.next_page, node.arriving_seq):
-            self._void(node)
+            self._void(node, Miss.UNKNOWN)
             return Applied.NEED_INVENTORY
         node.next_page += 1
         self._add(page.records, node.arriving)
@@ -190,8 +134,8 @@ class Directory:
         node = self._nodes.pop(node_id, None)
         if node is None:
             return
-        self._void(node)
-        self._retire(node)
+        self._void(node, Miss.HOLDER_LOST)
+        self._retire(node, Miss.HOLDER_LOST)
         self._left.pop(node_id, None)
         self._left[node_id] = node.epoch
         if len(self._left) > _EPOCHS_MAX:
@@ -228,6 +172,18 @@ class Directory:
             stop = len(keys) // KEY_BYTES
         return self._runs(starts, stop)
 
+    def why(self, key: bytes, num_shards: int) -> Miss:
+        """Why nobody has a block whole, of which `locate` found that.
+
+        NEVER_STORED is said only while it is certain: all nodes have told what they hold, and nothing was forgotten.
+        """
+        for shard in range(num_shards):
+            reason = self._rows.why(key + shard.to_bytes(2, "little"))
+            if reason is not None:
+                return reason
+        told = bool(self._nodes) and all(node.synced for node in self._nodes.values())
+        return Miss.NEVER_STORED if told and self._rows.departures.complete else Miss.UNKNOWN
+
     def shared_among(self, records: bytes) -> bytes:
         """Those of some packed records of which the shared tier has a copy, in the same order."""
         return b"".join(r for r in split_records(records) if self._rows.part(r).get(r, 0) & SHARED)
@@ -239,7 +195,8 @@ class Directory:
             for name, node in self._nodes.items()
         )
         rows = self._rows
-        return DirectoryStats(nodes, rows.count, rows.shared, rows.refused, rows.count * _ROW_BYTES)
+        departed = len(rows.departures)
+        return DirectoryStats(nodes, rows.count, rows.shared, rows.refused, rows.rows_max, departed)
 
     def _runs(self, starts: list[tuple[int, int]], stop: int) -> list[Run]:
         """Runs from where each starts and its bits."""
@@ -264,32 +221,42 @@ class Directory:
                 return None
             node = self._nodes[node_id] = _Node(epoch)
         if epoch > node.epoch:
-            self._void(node)
+            self._void(node, Miss.UNKNOWN)
             node.epoch, node.seq, node.synced = epoch, 0, False
         return node if epoch == node.epoch else None
 
-    def _add(self, records: bytes, held: _Holdings) -> None:
+    def _add(self, records: bytes, held: NodeRows) -> None:
         gained, all_of_them = self._rows.add(records, held.bit)
         held.note(gained, 1)
         held.complete = held.complete and all_of_them
 
-    def _take_effect(self, node_id: NodeId, node: _Node, arrived: _Holdings) -> None:
-        self._retire(node)
+    def _take_effect(self, node_id: NodeId, node: _Node, arrived: NodeRows) -> None:
+        if node.held is None:
+            self._rows.departures.complete &= not arrived.count  # they were stored before this directory looked
+        else:
+            self._retire(node, Miss.EVICTED if node.held.epoch == arrived.epoch else Miss.HOLDER_LOST)
         node.held, node.arriving = arrived, None
         node.seq, node.synced = node.arriving_seq, True
         self._rows.visible |= arrived.bit
         self._by_bit[arrived.bit] = node_id
 
-    def _void(self, node: _Node) -> None:
+    def _look_for_a_past(self, delta: Delta) -> None:
+        """Note when the shared tier has what no node has told of: it was stored before this directory began."""
+        departures = self._rows.departures
+        if departures.complete and delta.shared_added:
+            strangers = {r for r in split_records(delta.shared_added) if r not in self._rows.part(r)}
+            departures.complete = strangers <= set(split_records(delta.added))
+
+    def _void(self, node: _Node, why: Miss) -> None:
         """Forget a half inventory."""
         if node.arriving is not None:
-            self._rows.retire(node.arriving.bit)
+            self._rows.retire(node.arriving.bit, why)
             node.arriving = None
 
-    def _retire(self, node: _Node) -> None:
+    def _retire(self, node: _Node, why: Miss) -> None:
         """Forget the holdings in effect."""
         if node.held is not None:
-            self._rows.retire(node.held.bit)
+            self._rows.retire(node.held.bit, why)
             del self._by_bit[node.held.bit]
             node.held = None
 

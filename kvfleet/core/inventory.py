@@ -1,4 +1,4 @@
-"""How a node tells the directory what it holds.
+"""How a node tells the directory what it holds, and what it is answered.
 
 A *record* is a key and a shard, 18 bytes packed: the key, then the shard as little-endian uint16.
 """
@@ -6,11 +6,12 @@ A *record* is a key and a shard, 18 bytes packed: the key, then the shard as lit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NewType
 
 import numpy as np
 
-__all__ = ["RECORD_BYTES", "Delta", "Digest", "InventoryPage", "NodeId", "split_records"]
+__all__ = ["RECORD_BYTES", "Applied", "Delta", "Digest", "InventoryPage", "NodeId", "split_records"]
 
 NodeId = NewType("NodeId", str)
 
@@ -49,6 +50,7 @@ class Delta:
         shared_added: packed records of which the shared tier has a copy, whoever wrote it.
         shared_removed: packed records whose shared copy is gone or bad, for everyone.
         digest: of all the node's records after this delta, or None.
+        not_admitted: packed records that clients wanted to store here and that found no room. A hint: it may be lost.
     """
 
     node: NodeId
@@ -59,6 +61,13 @@ class Delta:
     shared_added: bytes = b""
     shared_removed: bytes = b""
     digest: Digest | None = None
+    not_admitted: bytes = b""
+
+    @property
+    def num_records(self) -> int:
+        """How many records it tells something of; a measure of the work it makes."""
+        told = (self.added, self.removed, self.shared_added, self.shared_removed, self.not_admitted)
+        return sum(map(len, told)) // RECORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,15 @@ class InventoryPage:
     page: int
     last: bool
     records: bytes
+
+
+class Applied(Enum):
+    """What the directory did with a message."""
+
+    OK = "ok"
+    NEED_INVENTORY = "need_inventory"  # send page 0 next
+    STALE_EPOCH = "stale_epoch"  # nothing changed; a later life of the node has spoken
+    BUSY = "busy"  # nothing changed; send the same again, a little later
 
 
 def split_records(packed: bytes) -> list[bytes]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId, split_records
-from kvfleet.errors import KvFleetError, StaleEpochError
+from kvfleet.errors import DirectoryUnavailableError, KvFleetError, StaleEpochError
 from kvfleet.node.messages import Located
 from kvfleet.node.waiting import within
 
@@ -24,7 +24,10 @@ __all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publish
 _log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
+_BUSY_S = 0.1
+_BUSY_TRIES = 100
 _SHARED_MAX = 1_000_000
+_REFUSED_MAX = 10_000  # kept for a directory that is away; hints, so more are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ class Publisher:
         self._on_list_shared = on_list_shared
         self._seq = 0
         self._shared: dict[bytes, bool] = {}
+        self._refused: dict[bytes, None] = {}
         self._unacked: Delta | None = None
         self._known = False
         self._wake = asyncio.Event()
@@ -131,6 +135,12 @@ class Publisher:
                 self._note_shared(record, present=True)
         self._wake.set()
         return len(found)
+
+    def refused(self, records: Iterable[bytes]) -> None:
+        """Clients wanted to store these and found no room. The directory is told with the next changes, or never."""
+        for record in records:
+            if len(self._refused) < _REFUSED_MAX:
+                self._refused[record] = None
 
     def _note_shared(self, record: bytes, *, present: bool) -> None:
         if record in self._shared or len(self._shared) < _SHARED_MAX:
@@ -196,6 +206,8 @@ class Publisher:
                 deltas -= not again
                 if deltas <= 0:
                     return
+            elif reply.applied is Applied.BUSY:
+                raise DirectoryUnavailableError("busy with what other nodes say")
             elif reply.applied is Applied.STALE_EPOCH:
                 raise StaleEpochError(self._node, self._epoch, self._epoch + 1)
             else:
@@ -207,6 +219,9 @@ class Publisher:
         shared = dict(islice(self._shared.items(), limit))
         for record in shared:
             del self._shared[record]
+        refused = list(islice(self._refused, limit))
+        for record in refused:
+            del self._refused[record]
         self._seq += 1
         added = [r for r, here in held.items() if here]
         removed = [r for r, here in held.items() if not here]
@@ -216,6 +231,7 @@ class Publisher:
             shared_added=b"".join(r for r, here in shared.items() if here),
             shared_removed=b"".join(r for r, here in shared.items() if not here),
             digest=self._holdings.digest() if not self._holdings.num_changes else None,
+            not_admitted=b"".join(refused),
         )  # fmt: skip
 
     async def _resync(self) -> None:
@@ -232,10 +248,18 @@ class Publisher:
         pages = [records[i : i + size] for i in range(0, len(records), size)] or [[]]
         for number, page in enumerate(pages):
             last = number == len(pages) - 1
-            message = InventoryPage(self._node, self._epoch, self._seq, number, last, b"".join(page))
-            if await self._link.inventory(message, CALL_TIMEOUT_S) is not Applied.OK:
-                raise KvFleetError("the directory refused the inventory")
+            await self._send_page(InventoryPage(self._node, self._epoch, self._seq, number, last, b"".join(page)))
         self._known = True
+
+    async def _send_page(self, page: InventoryPage) -> None:
+        """Send one page, again while the directory is busy with those of other nodes."""
+        for _ in range(_BUSY_TRIES):
+            applied = await self._link.inventory(page, CALL_TIMEOUT_S)
+            if applied is not Applied.BUSY:
+                break
+            await asyncio.sleep(_BUSY_S)
+        if applied is not Applied.OK:
+            raise KvFleetError(f"the directory did not take the inventory: {applied.value}")
 
     def _keep_shared(self, delta: Delta) -> None:
         """What an unacknowledged delta said of the shared tier is not in any inventory: say it again."""

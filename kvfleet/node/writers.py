@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kvfleet.core.block import BlockKey, split
@@ -11,7 +12,7 @@ from kvfleet.core.placement import NewBlock
 from kvfleet.errors import TierUnavailableError
 from kvfleet.node.admission import Admitter
 from kvfleet.node.arenadir import FileLock
-from kvfleet.node.dram import DramTier, Incoming
+from kvfleet.node.dram import DramTier, Incoming, record_id
 from kvfleet.node.messages import CommitReply, CommitRequest, ReserveReply, ReserveRequest
 from kvfleet.node.publishing import CALL_TIMEOUT_S, Publisher
 from kvfleet.node.saving import Saver
@@ -51,6 +52,7 @@ class Writers:
             for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
         ]
         got = await self._admitter.reserve(blocks, request.namespace, client, request.timeout_s, patient=False)
+        self._publisher.refused(record_id(keys[i], request.shard) for i in got.refused)
         self._publisher.wake()
         if self._sequences[client] != sequence:
             for granted in got.granted:
@@ -88,8 +90,8 @@ class Writers:
             self._dram.abort_all(request.client_id)
             self._admitter.freed()
 
-    def tend(self, lock_files: Path) -> None:
-        """Take back slots of dead clients, and remove the lock files of those that are gone."""
+    def tend(self, lock_files: Path, leaving: Callable[[Path], None]) -> None:
+        """Take back slots of dead clients, and remove the lock files of those that are gone; `leaving` reads them."""
         for client_id in self._dram.writers:
             if not FileLock.held(lock_files / f"{client_id:016x}"):
                 _log.info("writer %x is gone: %d slots back", client_id, self._dram.abort_all(client_id))
@@ -101,6 +103,7 @@ class Writers:
                 continue
             lock = FileLock(path)
             if lock.acquire(0.0):  # held until the file is gone: no client can take a lock that is none
+                leaving(path)
                 path.unlink()
                 lock.release()
                 self._sequences.pop(client_id, None)

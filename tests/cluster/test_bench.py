@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvfleet.bench import local, lookup, peer, store
+from kvfleet.bench import directory, local, lookup, peer, store
 from kvfleet.bench.workload import running_fleet
 from kvfleet.fleet import Fleet
 
@@ -36,6 +36,7 @@ def test_lookup(fleet):
         "lookup, buffer",
         "lookup, list",
         "lookup, asks the directory",
+        "lookup, all actors gone",
     ]
 
 
@@ -43,3 +44,14 @@ def test_peer(fleet):
     rows = peer.rows(fleet, peer.choose_pair(), block_tokens=8, num_blocks=3, repeats=1)
     names = ("object store", "TCP", "fetch", "load")
     assert [(row.name, row.moved_bytes) for row in rows] == [(name, 3 * MIB) for name in names]
+
+
+def test_directory(fleet):
+    with directory.running_directory(None, num_records=5000, num_blocks=64) as site:
+        rows, caller_cpu_s = directory.rows(site, num_callers=3, calls=2, repeats=1)
+    names = ("nothing", "locate", "locate, inventories")
+    assert [(row.name, row.num_blocks, len(row.seconds), row.keys_per_call) for row in rows] == [
+        (name, 3, 6, 64) for name in names
+    ]
+    assert all(row.calls_per_s > 0 for row in rows)
+    assert caller_cpu_s > 0

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvfleet.core import rows
 from kvfleet.core.directory import Applied, Delta, Digest, Directory, InventoryPage, NodeId, Run
+from kvfleet.core.outcomes import Miss
 
 NODES = [NodeId(letter * 32) for letter in "abc"]
 KEYS = [bytes([number % 3, number]) * 8 for number in range(9)]
@@ -49,6 +50,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.believed: dict[NodeId, Belief] = {}
         self.left: dict[NodeId, int] = {}
         self.shared: set[bytes] = set()
+        self.heard_of: set[bytes] = set()
+        self.refused: set[bytes] = set()
         self.said: list[Delta | InventoryPage] = []
 
     # --- what a directory should do, in plain words
@@ -71,11 +74,14 @@ class DirectoryMachine(RuleBasedStateMachine):
             return Applied.OK
         self.shared -= set(unpack(delta.shared_removed))
         self.shared |= set(unpack(delta.shared_added))
+        self.heard_of |= set(unpack(delta.shared_added))
         if not belief.synced or delta.seq != belief.seq + 1:
             belief.synced = False
             return Applied.NEED_INVENTORY
         belief.seq = delta.seq
         belief.held = (belief.held - set(unpack(delta.removed))) | set(unpack(delta.added))
+        self.heard_of |= set(unpack(delta.added))
+        self.refused |= set(unpack(delta.not_admitted))
         belief.synced = delta.digest is None or delta.digest == digest(belief.held)
         return Applied.OK if belief.synced else Applied.NEED_INVENTORY
 
@@ -90,6 +96,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         if belief.half is None or belief.half[:2] != (page.seq, page.page):
             belief.half = None
             return Applied.NEED_INVENTORY
+        self.heard_of |= set(unpack(page.records))
         belief.half = (page.seq, page.page + 1, belief.half[2] | set(unpack(page.records)))
         if page.last:
             belief.held, belief.seq, belief.synced, belief.half = belief.half[2], page.seq, True, None
@@ -105,9 +112,12 @@ class DirectoryMachine(RuleBasedStateMachine):
     # --- what happens
 
     @rule(
-        node=st.sampled_from(NODES), added=some_records, removed=some_records, lost=st.booleans(), drift=st.booleans()
-    )
-    def change(self, node: NodeId, added: set[bytes], removed: set[bytes], lost: bool, drift: bool) -> None:
+        node=st.sampled_from(NODES), added=some_records, removed=some_records, refused=some_records,
+        lost=st.booleans(), drift=st.booleans(),
+    )  # fmt: skip
+    def change(
+        self, node: NodeId, added: set[bytes], removed: set[bytes], refused: set[bytes], lost: bool, drift: bool
+    ) -> None:
         manager = self.managers[node]
         manager.held = (manager.held - removed) | added
         manager.seq += 1
@@ -119,6 +129,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             added=b"".join(sorted(untold - manager.told)),
             removed=b"".join(sorted(manager.told - untold)),
             digest=digest(frozenset(manager.held)),
+            not_admitted=b"".join(sorted(refused)),
         )
         manager.told = set(untold)
         if not lost:
@@ -190,14 +201,33 @@ class DirectoryMachine(RuleBasedStateMachine):
         return expected
 
     @invariant()
+    def says_why_only_if_it_knows(self) -> None:
+        visible = self.visible()
+        for key in KEYS:
+            missing = {key + bytes([shard, 0]) for shard in (0, 1)} - visible
+            if missing:
+                why = self.directory.why(key, 2)
+                reasons = {
+                    Miss.EVICTED: self.heard_of,
+                    Miss.HOLDER_LOST: self.heard_of,
+                    Miss.NOT_ADMITTED: self.refused,
+                }
+                if why is Miss.NEVER_STORED:
+                    assert not missing & (self.heard_of | self.refused - visible)
+                else:
+                    assert why is Miss.UNKNOWN or missing & reasons[why]
+
+    def visible(self) -> set[bytes]:
+        return self.shared.union(*(belief.held for belief in self.believed.values()))
+
+    @invariant()
     def counts_what_it_believes(self) -> None:
         stats = self.directory.stats()
         known = {node: (b.epoch, b.seq, len(b.held), b.synced) for node, b in self.believed.items()}
         assert {node.node: (node.epoch, node.seq, node.records, node.synced) for node in stats.nodes} == known
         assert stats.shared == len(self.shared)
         assert stats.refused == 0
-        visible = self.shared.union(*(belief.held for belief in self.believed.values()))
-        assert stats.rows >= len(visible)
+        assert stats.rows >= len(self.visible())
 
 
 def unpack(packed: bytes) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -65,6 +66,14 @@ def test_the_table_shows_each_size_once():
 
 def test_no_throughput_where_nothing_moves():
     assert "GB/s" not in [column.header for column in table(Report("lookup", "", tuple(rows(moves=False)))).columns]
+
+
+def test_rates_where_several_call_at_once():
+    calling = [replace(row, calls_per_s=2000.0, keys_per_call=512) for row in rows(moves=False)]
+    shown = table(Report("directory", "", tuple(calling), "callers"))
+    titles = [column.header for column in shown.columns]
+    assert titles[1:] == ["callers", "what", "calls/s", "keys/s", "p50 ms", "p99 ms", "max ms", "of floor", "95 %"]
+    assert [next(iter(column.cells)) for column in shown.columns[3:5]] == ["2,000", "1,024,000"]
 
 
 def test_json_says_where_it_was_measured():
