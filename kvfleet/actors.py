@@ -7,11 +7,14 @@ callers they are `KvFleetError` kinds.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from functools import partial
 from typing import Any, TypeVar
 
 import ray
+from ray._private.state import available_resources_per_node  # nothing public tells it of one node
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -20,6 +23,7 @@ from typing_extensions import override
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import Applied, Delta, InventoryPage, NodeId
 from kvfleet.errors import DirectoryUnavailableError, KvFleetError
+from kvfleet.metrics import RaySink
 from kvfleet.node.directory import DirectoryService
 from kvfleet.node.manager import TierManager
 from kvfleet.node.messages import Located
@@ -30,11 +34,13 @@ from kvfleet.node.waiting import within
 from kvfleet.node.windows import ByteBudget
 
 __all__ = [
+    "answer",
     "directory_actor",
     "directory_namespace",
     "find_directory",
     "find_manager",
     "first_line",
+    "gather",
     "get_directory",
     "get_manager",
     "live_nodes",
@@ -42,6 +48,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _DIRECTORY = "directory"
 _CONCURRENCY = 256  # calls at once in an actor, streams included; more wait their turn
 
@@ -62,20 +69,31 @@ def _nodes() -> list[dict[str, Any]]:
 
 class _DirectoryActor(DirectoryService):
     def __init__(self, config: FleetConfig) -> None:
-        super().__init__(config, live_nodes)
+        super().__init__(config, live_nodes, RaySink())
 
 
 class _ManagerActor(TierManager):
     def __init__(self, config: FleetConfig) -> None:
         here = ray.get_runtime_context().get_node_id()
         resources: dict[str, float] = next((node["Resources"] for node in _nodes() if node["NodeID"] == here), {})
+        store_bytes = int(resources.get("object_store_memory", 0))
         place = NodePlace(
             ray_node_id=here,
             raylet_pid=os.getppid(),
-            object_store_bytes=int(resources.get("object_store_memory", 0)),
+            object_store_bytes=store_bytes,
             alive=lambda node: NodeId(node) in live_nodes(),
+            object_store_used=partial(_object_store_used, here, store_bytes),
         )
-        super().__init__(config, place, _DirectoryLink(config.name), partial(_transport, config))
+        super().__init__(config, place, _DirectoryLink(config.name), partial(_transport, config), RaySink())
+
+
+def _object_store_used(node: str, capacity_bytes: int) -> int:
+    """Bytes in use in a node's object store, as the control plane knows them, 0.1 s old. OSError: it does not."""
+    try:
+        free = available_resources_per_node()[node].get("object_store_memory", 0)  # what is used up is not named
+    except (RayError, KeyError, RuntimeError) as error:
+        raise OSError(f"resources of node {node}: {error!r}") from error
+    return capacity_bytes - int(free)
 
 
 def _transport(config: FleetConfig, budget: ByteBudget) -> ObjectStoreTransport:
@@ -197,3 +215,19 @@ def first_line(error: BaseException) -> str:
     """What an error says, without the remote traceback that Ray adds."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
+
+
+def gather(calls: list[Any], timeout_s: float) -> list[Any]:
+    """Answers of those that answer in time."""
+    deadline = time.monotonic() + timeout_s + 1.0
+    answers = [answer(call, deadline) for call in calls]
+    return [given for given in answers if given is not None]
+
+
+def answer(call: Any, deadline: float) -> Any:  # noqa: ANN401  whatever was called
+    """The answer to a call; None if it fails or does not come before a monotonic time."""
+    try:
+        return ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
+    except RayError as error:
+        _log.warning("no answer: %s", error)
+        return None

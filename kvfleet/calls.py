@@ -24,6 +24,7 @@ from kvfleet.node.messages import (
     Attachment,
     CommitReply,
     CommitRequest,
+    HoldRequest,
     LoadProgress,
     LoadRequest,
     Located,
@@ -124,6 +125,15 @@ class ManagerCalls(ManagerPort):
     @override
     def commit(self, request: CommitRequest, timeout_s: float) -> CommitReply:
         return self._call("commit", (request,), timeout_s)  # type: ignore[no-any-return]
+
+    @override
+    def hold(self, request: HoldRequest, timeout_s: float) -> int:
+        return self._call("hold", (request,), timeout_s)  # type: ignore[no-any-return]
+
+    @override
+    def release(self, client_id: int, number: int, timeout_s: float) -> None:
+        with self._errors("release", timeout_s):
+            self._manager.handle(timeout_s).release.remote(client_id, number)
 
     @override
     def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:

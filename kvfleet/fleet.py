@@ -17,9 +17,12 @@ from kvfleet.client import Client
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import NodeId
 from kvfleet.core.layout import ModelSpec
-from kvfleet.errors import ConfigError, KvFleetError
+from kvfleet.core.totals import Totals
+from kvfleet.errors import ConfigError, KvFleetError, TierUnavailableError
 from kvfleet.node.directory import DirectoryStatus
-from kvfleet.node.manager import NodeStatus
+from kvfleet.node.draining import Drained
+from kvfleet.node.status import NodeStatus
+from kvfleet.node.tallies import Request
 
 __all__ = ["Fleet", "FleetStatus", "connect", "start"]
 
@@ -42,6 +45,11 @@ class FleetStatus:
     nodes: tuple[NodeStatus, ...]
     silent: tuple[str, ...]
     directory: DirectoryStatus | None
+
+    @property
+    def totals(self) -> Totals:
+        """What engines of all nodes that answered asked for and got."""
+        return Totals.sum(node.totals for node in self.nodes)
 
 
 class Fleet:
@@ -77,7 +85,7 @@ class Fleet:
         calls = {node: manager.attach.remote() for node, manager in managers.items()}
         deadline = time.monotonic() + self.config.attach_timeout_s
         for node, call in calls.items():
-            attachment = _answer(call, deadline)
+            attachment = actors.answer(call, deadline)
             problem = "its manager does not answer" if attachment is None else attachment.problem
             if problem:
                 problems.append(f"node {node[:8]}: {problem}")
@@ -92,12 +100,25 @@ class Fleet:
         silent: list[str] = []
         deadline = time.monotonic() + _CALL_TIMEOUT_S
         for node, call in calls.items():
-            answer = _answer(call, deadline)
+            answer = actors.answer(call, deadline)
             if answer is None:
                 silent.append(node)
             else:
                 nodes.append(answer)
         return FleetStatus(self.config.name, tuple(nodes), tuple(silent), self._directory_status())
+
+    def requests(self, wanted: str = "", limit: int = 20) -> list[tuple[NodeId, Request]]:
+        """The newest requests of engines that are in the fleet, and their nodes; newest first.
+
+        Args:
+            wanted: beginning of a request's label, or of its first or last key in hex; "" for all.
+            limit: at most so many.
+        """
+        calls = {node: manager.requests.remote(wanted, limit) for node, manager in self._managers().items()}
+        deadline = time.monotonic() + _CALL_TIMEOUT_S
+        answers = {node: actors.answer(call, deadline) or [] for node, call in calls.items()}
+        found = [(node, request) for node, requests in answers.items() for request in requests]
+        return sorted(found, key=lambda pair: pair[1].asked_ns, reverse=True)[:limit]
 
     def _managers(self) -> dict[NodeId, Any]:
         found = {node: actors.find_manager(self.config.name, node) for node in sorted(actors.live_nodes())}
@@ -107,8 +128,39 @@ class Fleet:
         directory = actors.find_directory(self.config.name)
         if directory is None:
             return None
-        status: DirectoryStatus | None = _answer(directory.status.remote(), time.monotonic() + _CALL_TIMEOUT_S)
+        status: DirectoryStatus | None = actors.answer(directory.status.remote(), time.monotonic() + _CALL_TIMEOUT_S)
         return status
+
+    def drain(self, node: str, *, timeout_s: float = 60.0, bytes_max: int | None = None) -> Drained:
+        """Prepare a node to leave: it takes no more stores, and saves what the shared tier lacks, the best first.
+
+        Loads from it go on. It stays like this until `resume`, or until the node is gone.
+
+        Args:
+            node: Ray node id, or a beginning of it that no other node has.
+            timeout_s: no write begins after it.
+            bytes_max: of blocks written; None for no limit.
+
+        Raises:
+            ConfigError: no node, or several, begin like that, or it has no manager. Nothing was done.
+            TierUnavailableError: the manager did not answer; the node may be draining.
+        """
+        drained: Drained = self._ask(node, "leave", timeout_s, timeout_s, bytes_max)
+        return drained
+
+    def resume(self, node: str) -> None:
+        """Have a node that was drained take stores again. Raises as `drain` does."""
+        self._ask(node, "stay", 0.0)
+
+    def _ask(self, node: str, method: str, timeout_s: float, *args: object) -> Any:  # noqa: ANN401  what it returns
+        found = {full: manager for full, manager in self._managers().items() if full.startswith(node)}
+        if len(found) != 1:
+            raise ConfigError("node", f"{len(found)} nodes with a manager begin with {node!r}")
+        (manager,) = found.values()
+        try:
+            return ray.get(getattr(manager, method).remote(*args), timeout=timeout_s + _CALL_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            raise TierUnavailableError("dram", f"node {node}: {actors.first_line(error)}") from error
 
     def wait_for_shared(self, timeout_s: float) -> bool:
         """Wait until the contents of the shared tier are known after a start. False: not within `timeout_s`.
@@ -146,12 +198,12 @@ class Fleet:
         managers = self._managers()
         # Tried again while a manager restarts: both calls may be made twice.
         drains = [m.drain.options(max_task_retries=3).remote(drain_timeout_s) for m in managers.values()]
-        unsaved: int = sum(_gather(drains, drain_timeout_s))
+        unsaved: int = sum(actors.gather(drains, drain_timeout_s))
         directory = actors.find_directory(self.config.name)
         if directory is not None:
             ray.kill(directory, no_restart=True)  # first: without it no client starts another manager
         managers = self._managers()
-        _gather([m.shutdown.options(max_task_retries=3).remote() for m in managers.values()], _CALL_TIMEOUT_S)
+        actors.gather([m.shutdown.options(max_task_retries=3).remote() for m in managers.values()], _CALL_TIMEOUT_S)
         for manager in managers.values():
             ray.kill(manager, no_restart=True)
         self._wait_until_gone()
@@ -167,22 +219,6 @@ class Fleet:
                 _log.warning("Ray still names actors of fleet %s", self.config.name)
                 return
             time.sleep(_POLL_S)
-
-
-def _gather(calls: list[Any], timeout_s: float) -> list[Any]:
-    """Answers of those that answer in time."""
-    deadline = time.monotonic() + timeout_s + 1.0
-    answers = [_answer(call, deadline) for call in calls]
-    return [answer for answer in answers if answer is not None]
-
-
-def _answer(call: Any, deadline: float) -> Any:  # noqa: ANN401  whatever was called
-    """The answer to a call; None if it fails or does not come before a monotonic time."""
-    try:
-        return ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
-    except RayError as error:
-        _log.warning("no answer: %s", error)
-        return None
 
 
 def _here() -> str:

@@ -14,9 +14,18 @@ from typing_extensions import override
 from kvfleet.attachment import DirectoryPort, ManagerPort
 from kvfleet.core.directory import NodeId
 from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, TierError, TierUnavailableError
-from kvfleet.node.messages import CommitRequest, FetchRequest, LoadProgress, LoadRequest, ReserveRequest, Window
+from kvfleet.node.messages import (
+    CommitRequest,
+    FetchRequest,
+    HoldRequest,
+    LoadProgress,
+    LoadRequest,
+    ReserveRequest,
+    Window,
+)
 from kvfleet.node.transport import Transport
 from kvfleet.node.waiting import within
+from kvfleet.node.windows import ByteBudget, stream_share
 
 GRACE_S = 0.25  # as in kvfleet.calls
 
@@ -48,6 +57,14 @@ class RigManagerPort(ManagerPort):
     @override
     def commit(self, request: CommitRequest, timeout_s: float) -> Any:
         return self._call("commit", timeout_s, request)
+
+    @override
+    def hold(self, request: HoldRequest, timeout_s: float) -> Any:
+        return self._call("hold", timeout_s, request)
+
+    @override
+    def release(self, client_id: int, number: int, timeout_s: float) -> None:
+        self._call("release", timeout_s, client_id, number)
 
     @override
     def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:
@@ -103,17 +120,35 @@ class RigLink:
 class Loopback(Transport):
     """Windows straight from the holder's generator, copied as Ray would."""
 
-    def __init__(self, rig: Any) -> None:
+    def __init__(self, rig: Any, budget: ByteBudget) -> None:
         self._rig = rig
+        self._budget = budget
 
     @override
     async def fetch(self, node: NodeId, request: FetchRequest, total_bytes: int) -> AsyncGenerator[Window, None]:
         deadline = time.monotonic() + request.timeout_s
+        config = self._rig.config
+        share = stream_share(
+            total_bytes, request.window_bytes_max, config.windows_in_flight, self._budget.capacity_bytes
+        )
+        await self._budget.acquire(share.num_bytes, request.timeout_s)
+        left = max(0.0, deadline - time.monotonic())
+        request = replace(request, window_bytes_max=share.window_bytes_max, timeout_s=left)
         windows = self._rig.stream(int(node, 16), "fetch", "window", request)
-        async with aclosing(windows):
-            while (window := await self._next(windows, deadline)) is not None:
-                if window.parts:
-                    yield Window(tuple(replace(part, data=part.data.copy()) for part in window.parts))
+        try:
+            async with aclosing(windows):
+                while (window := await self._next(windows, deadline)) is not None:
+                    if window.parts:
+                        yield Window(tuple(replace(part, data=part.data.copy()) for part in window.parts))
+        finally:
+            self._budget.release(share.num_bytes)
+
+    @override
+    async def ping(self, node: NodeId, timeout_s: float) -> None:
+        try:
+            await within(timeout_s, self._rig.at_manager(int(node, 16), "ping"))
+        except asyncio.TimeoutError as error:
+            raise DeadlineExceededError("ping", timeout_s) from error
 
     async def _next(self, windows: AsyncGenerator[Window, None], deadline: float) -> Window | None:
         left = max(0.0, deadline - time.monotonic())
@@ -122,7 +157,7 @@ class Loopback(Transport):
             await asyncio.wait({task}, timeout=min(left, self._rig.config.holder_timeout_s))
             if task.done():
                 return task.result()
-        except TierError:
+        except (TierError, DeadlineExceededError):
             raise
         except Exception as error:
             raise TierUnavailableError("peer", repr(error)) from error
@@ -130,4 +165,4 @@ class Loopback(Transport):
             await ended(task)
         if left < self._rig.config.holder_timeout_s:
             raise DeadlineExceededError("fetch", left)
-        raise TierUnavailableError("peer", "nothing came")
+        raise DeadlineExceededError("the next window", self._rig.config.holder_timeout_s)

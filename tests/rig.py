@@ -128,7 +128,7 @@ class Rig:
         place = NodePlace(self.node_id(number), os.getpid(), 64 * MIB, lambda node: True)
 
         async def start() -> TierManager:
-            return TierManager(self.config, place, RigLink(self), lambda budget: Loopback(self))
+            return TierManager(self.config, place, RigLink(self), lambda budget: Loopback(self, budget))
 
         wait_for(lambda: number not in self._dying, f"node {number} is dead")
         self._tasks[number], self._streams[number] = set(), set()
@@ -180,7 +180,13 @@ class Rig:
         return client
 
     def check(self) -> None:
-        """All books add up, nothing is held, reserved or on its way, and every block has its checksum."""
+        """All books add up, nothing is held, reserved or on its way, and every block has its checksum.
+
+        Every block that was asked for has one outcome.
+        """
+        for client in self._clients:
+            stats = client.stats()
+            assert sum(stats.outcomes.values()) == stats.asked_blocks
         for number in self.managers:
             wait_for(lambda number=number: not self._unrest(number), f"node {number} is at rest", 10)  # type: ignore[misc]
             assert self.status(number).audit == ()
@@ -196,6 +202,7 @@ class Rig:
         return (
             node.dram.num_reserved or placement._holds or placement.in_transfer or node.loader.flights
             or (node.loader.shared_reads and node.loader.shared_reads._adopted) or node.server._budget.taken_bytes
+            or node.peers.transport._budget.taken_bytes or node.peers.holders._inflight_bytes or len(node.holds)
         )  # fmt: skip
 
     def close(self) -> None:

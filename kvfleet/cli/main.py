@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvfleet.cli import bench, demo, status, up
+from kvfleet.cli import bench, demo, drain, explain, status, up
 
 __all__ = ["app"]
 
@@ -16,5 +16,7 @@ app = typer.Typer(
 app.command()(up.up)
 app.command()(up.down)
 app.command()(status.status)
+app.command()(explain.explain)
+app.command()(drain.drain)
 app.command("demo")(demo.run)
 app.add_typer(bench.app, name="bench")

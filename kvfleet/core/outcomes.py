@@ -32,7 +32,6 @@ class Miss(str, Enum):
     MANAGER_UNAVAILABLE = "manager_unavailable"
     DIRECTORY_UNAVAILABLE = "directory_unavailable"
     BEHIND_MISS = "behind_miss"  # it was found, but an earlier block of the prefix did not come
-    ABSENT = "absent"
 
 
 Outcome = Source | Miss

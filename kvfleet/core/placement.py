@@ -61,6 +61,20 @@ class Placement:
         """Records that wait for a copy in the tier below, or are being copied."""
         return self._saves.num_unsaved
 
+    def unsaved(self) -> tuple[int, int]:
+        """How many committed records have no copy below, and their bytes; also if there is no tier below."""
+        sizes = [
+            self._residents.blocks[key].num_bytes
+            for key, _, record in self._residents.records()
+            if record.committed and not record.saved
+        ]
+        return len(sizes), sum(sizes)
+
+    def block_bytes(self, key: BlockKey) -> int:
+        """Bytes of the slots that a block's records have; 0 if it is not here."""
+        block = self._residents.blocks.get(key)
+        return 0 if block is None else block.size * len(block.records)
+
     def saved_records(self) -> list[tuple[BlockKey, int]]:
         """Committed records of which the tier below has a copy."""
         return [(key, shard) for key, shard, record in self._residents.records() if record.committed and record.saved]
@@ -188,6 +202,10 @@ class Placement:
         At most `max_bytes` of records, but at least one if any has to be saved.
         """
         return self._saves.next(max_bytes)
+
+    def rank_saves(self) -> None:
+        """Do write-behind by value from here on: what was used last first, a block before those that build on it."""
+        self._saves.rank(self._residents.heat())
 
     def complete(self, transfer: Transfer, *, ok: bool) -> None:
         """Tell the outcome of a transfer. One whose record was dropped meanwhile is void.

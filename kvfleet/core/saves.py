@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from kvfleet.core.admission import Counters, Transfer
 from kvfleet.core.block import BlockKey
 from kvfleet.core.residents import Record, Residents
@@ -55,6 +58,16 @@ class Saves:
                 break
             transfers.append(self.begin("save", key, shard))
         return transfers
+
+    def rank(self, heat: npt.NDArray[np.float64]) -> None:
+        """Queue the dearest first instead of the oldest.
+
+        Args:
+            heat: of each slot.
+        """
+        blocks = self._residents.blocks
+        records = {item: float(heat[blocks[item[0]].records[item[1]].slot]) for item in self._queue}
+        self._queue = OrderedDict.fromkeys(sorted(records, key=lambda item: (-records[item], item)))
 
     def begin(self, kind: Literal["save", "demote"], key: BlockKey, shard: int) -> Transfer:
         """Give out a transfer of a committed record; its block stays until the end of it."""

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvfleet.errors import CorruptBlockError
+from kvfleet.errors import CorruptBlockError, LayoutMismatchError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,6 +40,7 @@ _PREFIX = "kvfleet."
 _LENGTH = struct.Struct("<II")
 _CONTINUATION = 0xFFFFFFFF
 _END = _LENGTH.pack(_CONTINUATION, 0)
+_LAYOUT = {"layout_json", "num_shards", "num_bytes", "codec", "version"}
 _DIGEST = re.compile(r"xxh3-64:([0-9a-f]{16})")
 
 Bytes = npt.NDArray[np.uint8]
@@ -126,17 +127,20 @@ def decode(data: bytes, header: BlockHeader) -> tuple[Bytes, int]:
         `(header.num_bytes,)`, uint8, a view of `data`; and the checksum.
 
     Raises:
-        CorruptBlockError: the object is shorter, longer, of another block, layout, codec or version, or its bytes do
-            not have their checksum.
+        CorruptBlockError: the object is shorter, longer or of another block, or its bytes do not have their checksum.
+        LayoutMismatchError: it is of that block, in another layout, codec or version.
     """
     found, checksum = read_header(data)
     wrong = [field.name for field in fields(header) if getattr(found, field.name) != getattr(header, field.name)]
-    if wrong:
+    if not _LAYOUT.issuperset(wrong):
         raise CorruptBlockError(_TIER, f"{header.key.hex()}: the object has another {', '.join(wrong)}")
     view = memoryview(data)
-    start, stop = _body(view, header.num_bytes)
+    start, stop = _body(view, found.num_bytes)
     if xxhash.xxh3_64_intdigest(view[start:stop]) != checksum:
         raise CorruptBlockError(_TIER, f"{header.key.hex()}: checksum mismatch")
+    if wrong:
+        expected, got = ({name: getattr(of, name) for name in wrong} for of in (header, found))
+        raise LayoutMismatchError(f"{header.key.hex()} with {expected}", f"{got}")
     return np.frombuffer(view[start:stop], np.uint8), checksum
 
 

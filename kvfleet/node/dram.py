@@ -223,6 +223,11 @@ class DramTier:
         """End a hold."""
         self.placement.release(key)
 
+    def rank_saves(self) -> None:
+        """See `Placement.rank_saves`."""
+        self._note_accesses()
+        self.placement.rank_saves()
+
     def drop(self, key: BlockKey) -> None:
         """Remove a block, all shards of it, held or not."""
         self._gone(self.placement.drop(key))

@@ -16,14 +16,15 @@ import xxhash
 
 from kvfleet.core.block import BlockKey, split
 from kvfleet.core.placement import NewBlock
-from kvfleet.errors import CorruptBlockError, DeadlineExceededError
+from kvfleet.errors import CorruptBlockError, DeadlineExceededError, LayoutMismatchError
 from kvfleet.node.admission import Admitter
 from kvfleet.node.dram import DramTier, Granted, Incoming
 from kvfleet.node.messages import Bytes, LoadRequest, Window, WindowPart
-from kvfleet.node.waiting import now
+from kvfleet.node.waiting import now, within
 
 __all__ = ["BlockSlots", "land", "settle"]
 
+_ARENA_PART = 4  # a load may hold a quarter of the arena
 _PIECE_BYTES = 256 << 10  # copied, then hashed while still in the cache
 
 T = TypeVar("T")
@@ -45,6 +46,35 @@ async def settle(executor: Executor | None, work: Callable[[], T]) -> T:
         raise
 
 
+class Pace:
+    """How far a load runs ahead of its client: what the client has not copied yet is held in the arena."""
+
+    def __init__(self, blocks_max: int) -> None:
+        assert blocks_max > 0
+        self._blocks_max = blocks_max
+        self._held = 0
+        self._copied = asyncio.Event()
+
+    def note(self, held: int) -> None:
+        """So many blocks are held now."""
+        if held < self._held:
+            self._copied.set()
+        self._held = held
+
+    def full(self, arriving: int = 0) -> bool:
+        """Whether the client has enough to copy for now, with so many that are arriving."""
+        return self._held + arriving >= self._blocks_max
+
+    async def room(self, timeout_s: float) -> bool:
+        """Wait until the client has copied enough for another block. False: not within `timeout_s`."""
+        deadline = now() + timeout_s
+        while self.full() and (left := deadline - now()) > 0:
+            self._copied.clear()
+            with suppress(asyncio.TimeoutError):
+                await within(left, self._copied.wait())
+        return not self.full()
+
+
 class BlockSlots:
     """Slots for the blocks of one load. Indexes count from the first block of the request."""
 
@@ -53,6 +83,7 @@ class BlockSlots:
         self.request = request
         self.keys = split(request.keys)
         self.deadline = now() + request.timeout_s
+        self.pace = Pace(max(1, dram.arena.capacity_bytes // _ARENA_PART // request.num_bytes))
         self._admitter = admitter
 
     @property
@@ -146,21 +177,23 @@ class _Filling:
 
 
 async def land(
-    windows: AsyncIterator[Window], slots: BlockSlots, first: int, executor: Executor
+    windows: AsyncIterator[Window], slots: BlockSlots, first: int, executor: Executor, *, patience_s: float
 ) -> AsyncGenerator[int, None]:
-    """Put arriving windows into slots.
+    """Put arriving windows into slots, up to the last window, or until the client is too slow.
 
     Args:
         windows: of blocks from `first` on, as the transport brings them.
         slots: of the load.
         first: index of the first block in the windows.
         executor: runs the copies.
+        patience_s: longest wait for the client to copy what is here.
 
     Yields:
         The index of each block when it is verified and visible, in order.
 
     Raises:
         CorruptBlockError: the bytes of a block, or their order, are not what the holder announced.
+        LayoutMismatchError: the holder's blocks have another size.
         DeadlineExceededError: no room in time.
     """
     landing = _Landing(slots, first, executor)
@@ -170,6 +203,8 @@ async def land(
                 if part.start == 0 and not await landing.open(part.index, patient=False):
                     for index in await landing.flush():  # so that the client can let go of these
                         yield index
+                    if not await slots.pace.room(patience_s):
+                        return
                     await landing.open(part.index, patient=True)
                 landing.add(part)
                 del part
@@ -195,6 +230,8 @@ class _Landing:
         index += self._first
         if index >= len(self._slots.keys):
             raise CorruptBlockError("peer", f"block {index} was not asked for")
+        if not patient and self._slots.pace.full(len(self._open)):
+            return False
         try:
             granted = await self._slots.reserve(index, patient=patient)
         except DeadlineExceededError:
@@ -206,8 +243,11 @@ class _Landing:
 
     def add(self, part: WindowPart) -> None:
         """Take the next part, which `flush` will copy."""
+        num_bytes = self._slots.request.num_bytes
+        if part.num_bytes != num_bytes:
+            raise LayoutMismatchError(f"blocks of {num_bytes} bytes", f"{part.num_bytes} bytes from a peer")
         filling = self._open[-1] if self._open else None
-        fits = part.num_bytes == self._slots.request.num_bytes and part.start + len(part.data) <= part.num_bytes
+        fits = part.start + len(part.data) <= part.num_bytes
         if filling is None or not fits or (part.index + self._first, part.start) != (filling.index, filling.num_bytes):
             raise CorruptBlockError("peer", f"part {part.index}+{part.start} of {part.num_bytes} bytes is out of place")
         filling.num_bytes += len(part.data)

@@ -1,11 +1,15 @@
 """Brings blocks into the arena: from other nodes, else from the shared tier; first blocks first.
 
 Each load has a producer, which brings blocks in order, and a consumer, the stream of outcomes to the client. What
-the client has not copied yet is held in the arena, until the deadline at most; the rest of a prefix waits for that
-room, so a prefix larger than the arena passes through it.
+the client has not copied yet is held in the arena, until the deadline at most, and is a quarter of it at most: the rest
+of a prefix waits for that room, so a prefix larger than the arena passes through it, and a client that stops copying
+leaves room, and the blocks it would have brought, to others.
 
-Single flight: while one load brings a block, others wait for it instead of bringing it again. If it fails or its
-client goes away, they bring it themselves.
+Single flight: while one load brings a block, others wait for it. If it fails or its client goes away, they bring it
+themselves.
+
+Why a block did not come is the last failure among those who may have it. Without a failure, all who were said to have
+it answered, and do not: then it is what the directory says now, or `EVICTED` where it still names somebody.
 """
 
 from __future__ import annotations
@@ -16,27 +20,26 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import replace
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES, BlockKey
 from kvfleet.core.directory import NodeId, Run
-from kvfleet.errors import CorruptBlockError, DeadlineExceededError, KvFleetError, TierError
+from kvfleet.errors import CorruptBlockError, DeadlineExceededError, LayoutMismatchError, TierError
 from kvfleet.node.admission import Admitter
 from kvfleet.node.arrivals import Arrivals
 from kvfleet.node.dram import DramTier
 from kvfleet.node.landing import BlockSlots, land
 from kvfleet.node.messages import FetchRequest, LoadProgress, LoadRequest, Miss, Outcome, Source
-from kvfleet.node.namespaces import layout_of
+from kvfleet.node.peers import Peers
 from kvfleet.node.publishing import DirectoryLink, Publisher
 from kvfleet.node.shared import SharedTier
 from kvfleet.node.sharedreads import SharedReads
-from kvfleet.node.transport import Transport
+from kvfleet.node.whereabouts import Whereabouts
 
 __all__ = ["Loader"]
 
 _log = logging.getLogger(__name__)
-_LOST = {Miss.ABSENT, Miss.UNREACHABLE, Miss.CORRUPT}  # another holder may have it
+_OURS = {Miss.NO_ROOM, Miss.DEADLINE, Miss.EVICTED}  # no other holder would help
 
 Flight = asyncio.Future[Source | None]
 """A block on its way; resolves to where it came from, None if it did not come."""
@@ -50,7 +53,7 @@ class Loader:
         node: NodeId,
         dram: DramTier,
         admitter: Admitter,
-        transport: Transport,
+        peers: Peers,
         shared: SharedTier | None,
         publisher: Publisher,
         link: DirectoryLink,
@@ -60,13 +63,13 @@ class Loader:
         self.node = node
         self.dram = dram
         self.admitter = admitter
-        self.transport = transport
+        self.peers = peers
         self.publisher = publisher
         self.link = link
         self.config = config
         self.executor = executor
         self.flights: dict[tuple[BlockKey, int], Flight] = {}
-        self.shared_reads = None if shared is None else SharedReads(shared, dram, publisher, executor, config)
+        self.shared_reads = None if shared is None else SharedReads(shared, peers, publisher, executor, config)
         self.blocks: Counter[Outcome] = Counter()
         self.num_bytes: Counter[Source] = Counter()
 
@@ -87,14 +90,12 @@ class _Load:
 
     def __init__(self, loader: Loader, request: LoadRequest) -> None:
         self._loader = loader
-        self._dram = loader.dram
         self._request = request
         self._slots = BlockSlots(loader.dram, loader.admitter, request)
         self._keys = self._slots.keys
         self._arrivals = Arrivals(self._slots)
         self._outcomes = self._arrivals.outcomes
-        self._runs = request.runs
-        self._asked = False
+        self._where = Whereabouts(loader.link, request)
         self._failed: dict[NodeId, Miss] = {}
 
     async def run(self) -> AsyncGenerator[LoadProgress, None]:
@@ -119,6 +120,7 @@ class _Load:
     async def _produce(self) -> None:
         try:
             while len(self._outcomes) < len(self._keys):
+                await self._slots.pace.room(self._slots.left_s)
                 miss = await self._bring(len(self._outcomes))
                 if miss is not None:
                     self._arrivals.add(miss)
@@ -140,14 +142,14 @@ class _Load:
                     return None
             elif self._slots.pending(index):
                 if not await self._slots.settled(index, self._loader.config.holder_timeout_s):
-                    return Miss.UNREACHABLE if self._slots.left_s else Miss.DEADLINE
+                    return Miss.TOO_SLOW if self._slots.left_s else Miss.DEADLINE
             else:
                 return await self._fly(self._run_of(index))
         return None
 
     def _run_of(self, index: int) -> Run:
         """The blocks from `index` on that nobody is bringing or writing, as far as they have the same holders."""
-        run = next((r for r in self._runs if r.start <= index < r.stop), Run(index, index + 1, (), shared=False))
+        run = self._where.run_at(index)
         stop = index + 1
         while stop < run.stop and not (self._flight(stop) or self._slots.pending(stop) or self._slots.resident(stop)):
             stop += 1
@@ -178,43 +180,45 @@ class _Load:
         Returns:
             Why the next block did not come; None if all came, or another try may bring more.
         """
-        nodes = [node for node in run.nodes if node != self._loader.node]
-        miss = next((self._failed[node] for node in nodes if node in self._failed), Miss.ABSENT)
-        for node in nodes:
-            if node in self._failed:
-                continue
-            got = await self._attempt(self._from_peer(node, run.stop, saved=run.shared))
-            if len(self._outcomes) == run.stop:
-                return None
-            if got is Miss.UNREACHABLE or got is Miss.CORRUPT:
-                self._failed[node] = got
-            miss = got or miss
-        if not run.shared and miss in _LOST and await self._ask_directory():
+        miss = await self._from_peers(run)
+        if len(self._outcomes) == run.stop or self._slots.pace.full():
             return None
+        if not run.shared and miss not in _OURS:
+            timeout_s = min(self._slots.left_s, self._loader.config.lookup_timeout_s)
+            if await self._where.ask(len(self._outcomes), timeout_s):
+                return None
         if self._loader.shared_reads is not None and miss is not Miss.DEADLINE:
             got = await self._attempt(self._from_shared(self._loader.shared_reads, run.stop))
-            if got is None or got is not Miss.ABSENT or miss is Miss.ABSENT:
+            if got is not Miss.EVICTED:
                 return got
-        return miss
+        return miss or self._where.why_gone(len(self._outcomes))
 
-    async def _ask_directory(self) -> bool:
-        """Ask who holds the blocks from the next one on, once a load. False: there is no answer, or has been one."""
-        if self._asked:
-            return False
-        self._asked = True
-        request, first, config = self._request, len(self._outcomes), self._loader.config
-        num_shards = layout_of(request.namespace).num_shards
-        timeout_s = min(self._slots.left_s, config.lookup_timeout_s)
-        try:
-            found = await self._loader.link.locate(
-                request.keys[first * KEY_BYTES :], request.shard, num_shards, timeout_s
-            )
-        except KvFleetError as error:
-            _log.info("nobody known to hold a block: %s", error)
-            return False
-        runs = (replace(run, start=first + run.start, stop=first + run.stop) for run in found.runs)
-        self._runs = (*runs, *self._runs)
-        return True
+    async def _from_peers(self, run: Run) -> Miss | None:
+        """Have the other nodes send what they have of a run, the least busy first.
+
+        Returns:
+            Why the next block did not come, if one that may have it failed; else None.
+        """
+        tried: set[NodeId] = set()
+        miss: Miss | None = None
+        while len(self._outcomes) < run.stop and miss not in _OURS and not self._slots.pace.full():
+            usable = self._loader.peers.holders.order(run.nodes)
+            node = next((node for node in usable if node not in tried and node not in self._failed), None)
+            if node is None:
+                break
+            tried.add(node)
+            got = await self._attempt(self._from_peer(node, run.stop, saved=run.shared))
+            if got is not None and got not in _OURS:
+                self._failed[node] = got  # also for wrong bytes: for this load, since one copy is bad, not its holder
+            miss = got or miss
+        return miss or self._avoided(run)
+
+    def _avoided(self, run: Run) -> Miss | None:
+        """Why holders of a run were not asked; None if all were."""
+        for node in run.nodes:
+            if node in self._failed:
+                return self._failed[node]
+        return Miss.UNREACHABLE if self._loader.peers.holders.avoided.intersection(run.nodes) else None
 
     async def _attempt(self, source: Awaitable[Miss | None]) -> Miss | None:
         """Try one source; why it did not bring all, or None if it just ended."""
@@ -222,9 +226,9 @@ class _Load:
             return await source
         except DeadlineExceededError:
             return Miss.DEADLINE if not self._slots.left_s else Miss.NO_ROOM
-        except CorruptBlockError as error:
+        except (CorruptBlockError, LayoutMismatchError) as error:
             _log.warning("%s", error)
-            return Miss.CORRUPT
+            return Miss.CORRUPT if isinstance(error, CorruptBlockError) else Miss.LAYOUT_REFUSED
         except TierError as error:
             _log.info("%s", error)
             return Miss.UNREACHABLE
@@ -238,7 +242,7 @@ class _Load:
             return False
         record = (self._keys[index], self._request.shard)
         if saved:
-            self._dram.placement.saved(*record)
+            self._loader.dram.placement.saved(*record)
         self._loader.publisher.wake()
         self._loader.flights.pop(record).set_result(source)
         return True
@@ -252,13 +256,15 @@ class _Load:
             config.window_bytes_max,
             self._slots.left_s,
         )
-        windows = self._loader.transport.fetch(node, fetch, (stop - first) * request.num_bytes)
-        async with aclosing(windows), aclosing(land(windows, self._slots, first, self._loader.executor)) as landed:
+        stream = self._loader.peers.stream(node, fetch, (stop - first) * request.num_bytes)
+        windows = stream.windows()
+        landing = land(windows, self._slots, first, self._loader.executor, patience_s=config.holder_timeout_s)
+        async with aclosing(windows), aclosing(landing) as landed:
             async for index in landed:
                 assert index == len(self._outcomes)
                 if not await self._landed(Source.PEER, saved=saved):
                     return Miss.EVICTED
-        return None
+        return stream.miss
 
     async def _from_shared(self, shared: SharedReads, stop: int) -> Miss | None:
         """Bring blocks from the next one up to `stop` from the shared tier."""
@@ -268,4 +274,6 @@ class _Load:
                     return outcome
                 if not await self._landed(outcome, saved=outcome is Source.SHARED):
                     return Miss.EVICTED
+                if not await self._slots.pace.room(self._loader.config.holder_timeout_s):
+                    return None
         return None

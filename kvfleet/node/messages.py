@@ -20,6 +20,7 @@ __all__ = [
     "CommitReply",
     "CommitRequest",
     "FetchRequest",
+    "HoldRequest",
     "LoadProgress",
     "LoadRequest",
     "Located",
@@ -111,6 +112,7 @@ class ReserveReply:
         offsets: of the slots in the arena file, bytes.
         already: how many of the requested blocks are on the node (or being written) already.
         refused: how many got no room.
+        draining: the node is to leave and takes nothing.
     """
 
     arena_id: bytes
@@ -120,6 +122,7 @@ class ReserveReply:
     offsets: tuple[int, ...]
     already: int
     refused: int
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,25 @@ class CommitReply:
 
     committed: int
     published: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRequest:
+    """Keep the first blocks of a prefix for a while. Asked again with the same number it replaces what was held.
+
+    Attributes:
+        client_id: nonzero; its lock file is held by the client.
+        number: of the hold, the client's own.
+        keys: packed, consecutive blocks of one prefix.
+        shard: of these records.
+        seconds: how long; the manager has a limit of its own.
+    """
+
+    client_id: int
+    number: int
+    keys: bytes
+    shard: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 Bounded: at most `save_inflight_max` objects of each kind at once; what waits, waits in the arena. While the shared
 tier fails or hangs, blocks stay in DRAM and are tried again after a pause; those that must leave meanwhile are lost
 and counted: nobody waits for a tier that is known to be bad.
+
+A node that drains writes by value, within a budget, and then nothing any more.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from kvfleet.config import MIB, FleetConfig
 from kvfleet.core.directory import split_records
 from kvfleet.core.placement import Transfer
 from kvfleet.errors import CorruptBlockError, KvFleetError, TierError
+from kvfleet.node.draining import Drained, SaveBudget
 from kvfleet.node.dram import DramTier, record_id
 from kvfleet.node.landing import settle
 from kvfleet.node.namespaces import layout_of
 from kvfleet.node.publishing import CALL_TIMEOUT_S, DirectoryLink, Publisher
+from kvfleet.node.records import Record
 from kvfleet.node.shared import SharedTier
 from kvfleet.node.waiting import now, within
 
@@ -69,10 +73,12 @@ class Saver:
         self._pause_s = 0.0
         self._bad_until = 0.0
         self._late: set[asyncio.Future[bool]] = set()
+        self._budget: SaveBudget | None = None
         self.on_moved: Callable[[], None] = lambda: None
         self.problem = ""
         self.works = asyncio.Event()
         self.saved_blocks = 0
+        self.saved_bytes = 0
         self.failures = 0
 
     def wake(self) -> None:
@@ -85,7 +91,7 @@ class Saver:
             return
         await self._try_out(self._shared)
         while True:
-            transfers = self._dram.placement.next_saves(self._batch_bytes)
+            transfers = [] if self._paused else self._dram.placement.next_saves(self._batch_bytes)
             if not transfers:
                 # Blocks that loads brought say nothing: look for them now and then.
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -103,6 +109,10 @@ class Saver:
                     self._complete(transfer, ok=True)
             await self.move([t for t in transfers if record_id(t.key, t.shard) not in known])
             await asyncio.sleep(max(0.0, self._bad_until - now()))
+
+    @property
+    def _paused(self) -> bool:
+        return self._budget is not None and self._budget.closed(now())
 
     async def _try_out(self, shared: SharedTier) -> None:
         """Check the shared tier until it works, so that `status` can say what is wrong with it."""
@@ -153,7 +163,7 @@ class Saver:
 
     async def _demote(self, transfer: Transfer) -> bool:
         """Save a block somebody waits to see gone: for a short time, and not while the tier is known to be bad."""
-        if now() < self._bad_until:
+        if self._paused or now() < self._bad_until:
             return False
         save = asyncio.ensure_future(self._save(transfer))
         await asyncio.wait({save}, timeout=_DEMOTION_TIMEOUT_S)
@@ -178,21 +188,33 @@ class Saver:
             write = partial(
                 self._shared.write, namespace, num_shards, transfer.key, transfer.shard, view, record.checksum
             )
-            try:
-                await settle(self._executor, write)
-            except CorruptBlockError as error:
-                _log.warning("block %s in DRAM: %s", transfer.key.hex(), error)
-                if self._dram.arena.records.record(transfer.slot).generation == record.generation:
-                    self._dram.drop(transfer.key)
+            budget = self._budget
+            if budget is not None and not budget.take(record.length, now()):
                 return False
-            except TierError as error:
-                self.failures += 1
-                self._bad(error)
-                _log.info("block not saved: %s", error)
-                return False
+            saved = await self._write(write, transfer, record)
+            if budget is not None and not saved:
+                budget.give_back(record.length)
+        if not saved:
+            return False
         self._good()
         self.saved_blocks += 1
+        self.saved_bytes += record.length
         self._publisher.shared(record_id(transfer.key, transfer.shard), present=True)
+        return True
+
+    async def _write(self, write: Callable[[], int], transfer: Transfer, record: Record) -> bool:
+        try:
+            await settle(self._executor, write)
+        except CorruptBlockError as error:
+            _log.warning("block %s in DRAM: %s", transfer.key.hex(), error)
+            if self._dram.arena.records.record(transfer.slot).generation == record.generation:
+                self._dram.drop(transfer.key)
+            return False
+        except TierError as error:
+            self.failures += 1
+            self._bad(error)
+            _log.info("block not saved: %s", error)
+            return False
         return True
 
     async def settle(self) -> None:
@@ -204,9 +226,42 @@ class Saver:
         if self._shared is None:
             return 0
         deadline = now() + timeout_s
-        while self._dram.placement.num_unsaved and (left := deadline - now()) > 0:
+        await self._until(lambda: self._paused or not self._dram.placement.num_unsaved, deadline)
+        await self._publisher.flush(max(0.0, deadline - now()))
+        return self._dram.placement.num_unsaved
+
+    async def leave(self, timeout_s: float, bytes_max: int | None) -> Drained:
+        """Save the most valuable of what is unsaved, within a budget; from then on nothing is saved any more.
+
+        Args:
+            timeout_s: no write begins after it.
+            bytes_max: of blocks written; None for no limit.
+        """
+        deadline = now() + timeout_s
+        self.pause()  # what waits for its turn goes back into the queue
+        await self._until(lambda: not self._dram.placement.in_transfer, deadline)
+        self._dram.rank_saves()
+        saved_blocks, saved_bytes = self.saved_blocks, self.saved_bytes
+        budget = self._budget = SaveBudget(bytes_max, deadline)
+        self.wake()
+        placement = self._dram.placement
+        await self._until(lambda: not placement.num_unsaved or (self._paused and not placement.in_transfer), deadline)
+        budget.close()
+        await self._publisher.flush(max(0.0, deadline - now()))
+        return Drained(self.saved_blocks - saved_blocks, self.saved_bytes - saved_bytes, *placement.unsaved())
+
+    def pause(self) -> None:
+        """Save nothing until `resume`."""
+        self._budget = SaveBudget(0, now())
+
+    def resume(self) -> None:
+        """Save as if there had been no `leave` or `pause`."""
+        self._budget = None
+        self.wake()
+
+    async def _until(self, done: Callable[[], bool], deadline: float) -> None:
+        """Wait for something that only the end of a transfer can bring about, or for the deadline."""
+        while not done() and (left := deadline - now()) > 0:
             self._moved.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(left, self._moved.wait())
-        await self._publisher.flush(max(0.0, deadline - now()))
-        return self._dram.placement.num_unsaved

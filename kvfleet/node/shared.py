@@ -75,6 +75,14 @@ class SharedTier:
         if found != data:
             raise TierUnavailableError(_TIER, f"{self._objects.name}: an object was not read as it was written")
 
+    def probe(self, timeout_s: float) -> None:
+        """Have an answer from the storage: ask for an object that is not there.
+
+        Raises:
+            TierUnavailableError: there was none.
+        """
+        self._objects.get("probe", 1, timeout_s)
+
     @staticmethod
     def path(namespace_id: bytes, key: BlockKey, shard: int, num_shards: int) -> str:
         """The name of a block shard's object, below the URL."""
@@ -132,6 +140,7 @@ class SharedTier:
 
         Raises:
             CorruptBlockError: the object was not the block. It was deleted, or the message says why it was not.
+            LayoutMismatchError: it is a block of that key, in another layout. It is left as it is.
             TierUnavailableError: whether there is such an object is not known.
         """
         header = _header(namespace, num_shards, key, shard, target)

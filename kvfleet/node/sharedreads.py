@@ -9,13 +9,15 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 
 from kvfleet.config import FleetConfig
-from kvfleet.errors import CorruptBlockError, DeadlineExceededError, TierError
-from kvfleet.node.dram import DramTier, Granted, record_id
+from kvfleet.errors import CorruptBlockError, DeadlineExceededError, LayoutMismatchError, TierError
+from kvfleet.node.dram import Granted, record_id
 from kvfleet.node.landing import BlockSlots, settle
 from kvfleet.node.messages import Miss, Outcome, Source
 from kvfleet.node.namespaces import layout_of
+from kvfleet.node.peers import SHARED_TIER, Peers
 from kvfleet.node.publishing import Publisher
 from kvfleet.node.shared import SharedTier
+from kvfleet.node.waiting import now
 
 __all__ = ["SharedReads"]
 
@@ -28,19 +30,26 @@ _Read = asyncio.Task[Miss | None]
 class SharedReads:
     """Reads objects for the loads of a node, at most `load_inflight_max` at once.
 
+    A tier that is too slow to answer is left alone like any other holder, until it answers a probe.
+
     Threads: the manager's event loop; the reads themselves run in the executor's.
     """
 
     def __init__(
-        self, shared: SharedTier, dram: DramTier, publisher: Publisher, executor: Executor, config: FleetConfig
+        self, shared: SharedTier, peers: Peers, publisher: Publisher, executor: Executor, config: FleetConfig
     ) -> None:
         self._shared = shared
-        self._dram = dram
+        self._peers = peers
         self._publisher = publisher
         self._executor = executor
         self._inflight_max = config.load_inflight_max
+        self._patience_s = min(config.holder_timeout_s, config.shared_timeout_s)
         self._places = asyncio.Semaphore(config.load_inflight_max)
         self._adopted: set[asyncio.Task[None]] = set()
+        peers.probe_by(SHARED_TIER, self._probe)
+
+    async def _probe(self, timeout_s: float) -> None:
+        await settle(self._executor, lambda: self._shared.probe(timeout_s))
 
     async def bring(self, slots: BlockSlots, first: int, stop: int) -> AsyncGenerator[Outcome, None]:
         """Read blocks [first, stop) of a load into the arena, several at once.
@@ -52,6 +61,9 @@ class SharedReads:
         Raises:
             DeadlineExceededError: no room in time.
         """
+        if SHARED_TIER in self._peers.holders.avoided:
+            yield Miss.UNREACHABLE
+            return
         reads: deque[tuple[int, _Read]] = deque()
         index = first
         try:
@@ -109,7 +121,9 @@ class SharedReads:
         try:
             num_shards, view = layout_of(request.namespace).num_shards, slots.view(granted)
             async with self._places:
-                left_s = slots.left_s
+                if SHARED_TIER in self._peers.holders.avoided:
+                    return Miss.UNREACHABLE
+                left_s, begun = slots.left_s, now()
                 checksum = await settle(
                     self._executor,
                     lambda: self._shared.read(
@@ -118,13 +132,14 @@ class SharedReads:
                 )
             if checksum is None:
                 self._publisher.shared(record, present=False)
-                return Miss.ABSENT
-        except CorruptBlockError as error:
+                return Miss.EVICTED
+        except (CorruptBlockError, LayoutMismatchError) as error:
             _log.warning("%s", error)
             self._publisher.shared(record, present=False)
-            return Miss.CORRUPT
+            return Miss.CORRUPT if isinstance(error, CorruptBlockError) else Miss.LAYOUT_REFUSED
         except TierError as error:
             _log.info("%s", error)
+            self._too_slow(now() - begun, left_s)
             return Miss.UNREACHABLE
         finally:
             if checksum is None:
@@ -133,3 +148,10 @@ class SharedReads:
             return Miss.NO_ROOM
         slots.hold(index)
         return None
+
+    def _too_slow(self, seconds: float, left_s: float) -> None:
+        """Note how long a failure took. Quick ones cost nothing, and the next read may succeed."""
+        if seconds >= self._patience_s:
+            self._peers.failed(SHARED_TIER)
+        elif seconds >= left_s:
+            self._peers.doubted(SHARED_TIER)

@@ -45,10 +45,20 @@ class Transport(Protocol):
             Windows in order, each block's bytes without gaps. Nothing is verified.
 
         Raises:
-            TierUnavailableError: the holder is gone, failed, or sent nothing for too long. What came is good.
-            DeadlineExceededError: `request.timeout_s` ran out, or this node had no room for another stream by then.
+            TierUnavailableError: the holder is gone or failed. What came is good.
+            DeadlineExceededError: it sent nothing for too long, or had no room to send; or `request.timeout_s` ran
+                out.
+            TierFullError: too many streams wait for room on this node.
         """
         ...
+
+    async def ping(self, node: NodeId, timeout_s: float) -> None:
+        """Have an answer from a node's manager, which has an arena.
+
+        Raises:
+            TierUnavailableError: the node or its manager is gone, or has no arena.
+            DeadlineExceededError: no answer within `timeout_s`.
+        """
 
 
 class ObjectStoreTransport(Transport):
@@ -93,9 +103,7 @@ class ObjectStoreTransport(Transport):
         )
         await self._budget.acquire(share.num_bytes, request.timeout_s)
         try:
-            manager = self._managers.pop(node, None)  # kept again if all goes well
-            if manager is None:
-                manager = await patience.wait(asyncio.to_thread(self._resolve, node))
+            manager = await self._manager(node, patience)
             method = manager.fetch.options(
                 num_returns="streaming", _generator_backpressure_num_objects=self._windows_in_flight
             )
@@ -110,6 +118,18 @@ class ObjectStoreTransport(Transport):
             self._managers[node] = manager
         finally:
             self._budget.release(share.num_bytes)
+
+    @override
+    async def ping(self, node: NodeId, timeout_s: float) -> None:
+        patience = _Patience(node, timeout_s, timeout_s)
+        manager = await self._manager(node, patience)
+        await patience.wait(manager.ping.remote())
+        self._managers[node] = manager
+
+    async def _manager(self, node: NodeId, patience: _Patience) -> Any:  # noqa: ANN401  Ray's handle
+        """The handle of a node's manager; to be kept again in `_managers` if all goes well."""
+        manager = self._managers.pop(node, None)
+        return manager or await patience.wait(asyncio.to_thread(self._resolve, node))
 
 
 class _Patience:
@@ -130,12 +150,14 @@ class _Patience:
         seconds = min(self._holder_timeout_s, self.remaining_s)
         try:
             return await within(seconds, awaitable)
+        except DeadlineExceededError as error:  # the holder's own, through Ray
+            raise DeadlineExceededError(f"room at node {self._node}", seconds) from error
         except (RayError, ValueError) as error:  # ValueError: Ray knows no such actor
             raise TierUnavailableError("peer", f"node {self._node}: {type(error).__name__}") from error
         except asyncio.TimeoutError as error:
             if seconds < self._holder_timeout_s:
                 raise DeadlineExceededError(f"fetch from node {self._node}", self._timeout_s) from error
-            raise TierUnavailableError("peer", f"node {self._node}: nothing came for {seconds:.1f} s") from error
+            raise DeadlineExceededError(f"the next window of node {self._node}", seconds) from error
 
 
 async def _read_ahead(stream: ray.ObjectRefGenerator, patience: _Patience) -> AsyncGenerator[Window, None]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvfleet.errors import DeadlineExceededError
+from kvfleet.errors import DeadlineExceededError, TierFullError
 
 __all__ = ["ByteBudget", "Share", "Span", "plan_windows", "stream_share"]
 
@@ -115,14 +115,15 @@ class ByteBudget:
             timeout_s: longest wait.
 
         Raises:
-            DeadlineExceededError: not free in time, or too many wait already. Nothing was taken.
+            DeadlineExceededError: not free in time. Nothing was taken.
+            TierFullError: too many wait already. Likewise.
         """
         assert 0 < num_bytes <= self.capacity_bytes
         if not self._waiters and self._taken_bytes + num_bytes <= self.capacity_bytes:
             self._taken_bytes += num_bytes
             return
         if len(self._waiters) >= self.waiters_max:
-            raise DeadlineExceededError(f"room for {num_bytes} bytes in flight, behind a full queue,", 0.0)
+            raise TierFullError("peer", f"{len(self._waiters)} streams wait for room already")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = (num_bytes, turn)
         self._waiters.append(waiter)

@@ -67,6 +67,9 @@ class Holder:
             self.slots[start:end] = content(span.index)
             yield WindowPart(span.index, span.start, BLOCK_BYTES, checksum=0, data=self.slots[start:end])
 
+    async def ping(self) -> None:
+        pass
+
     async def state(self) -> tuple[int, int, int]:
         return self.open, self.open_max, self.budget.taken_bytes
 
@@ -77,9 +80,15 @@ class Holder:
 class BrokenHolder:
     """Sends one window, then fails."""
 
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
     async def fetch(self, request: FetchRequest) -> AsyncIterator[Window]:
         yield Window((WindowPart(0, 0, BLOCK_BYTES, 0, np.full(MIB, content(0), np.uint8)),))
-        raise DeadlineExceededError("something at the holder", 1.0)
+        raise self.error
+
+    async def ping(self) -> None:
+        raise self.error
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,13 @@ class Reader:
             self.num_bytes += part.data.nbytes
         return wrong
 
+    async def ping(self, timeout_s: float, node: str = HOLDER) -> Exception | None:
+        try:
+            await self.transport.ping(NodeId(node), timeout_s)
+        except KvFleetError as error:
+            return error
+        return None
+
     async def received_bytes(self) -> int:
         return self.num_bytes
 
@@ -148,6 +164,10 @@ class Pair:
     def read(self, num_blocks: int, timeout_s: float = 60.0, **how: Any) -> Answer:
         answer: Answer = ray.get(self.reader.read.remote(num_blocks, timeout_s, **how), timeout=120)
         return answer
+
+    def ping(self, timeout_s: float = 30.0, **how: Any) -> Exception | None:
+        error: Exception | None = ray.get(self.reader.ping.remote(timeout_s, **how), timeout=60)
+        return error
 
     def holder_state(self) -> tuple[int, int, int]:
         state: tuple[int, int, int] = ray.get(self.holder.state.remote(), timeout=60)
@@ -228,7 +248,7 @@ def test_a_killed_holder_is_unavailable(make_pair, wait_for_condition):
     assert isinstance(pair.read(1).error, TierUnavailableError)
 
 
-def test_a_frozen_holder_is_unavailable_until_it_wakes(make_pair, wait_for_condition):
+def test_a_frozen_holder_is_too_slow_until_it_wakes(make_pair, wait_for_condition):
     pair = make_pair(pause_s=0.2, holder_timeout_s=1.0)
     pending = pair.reader.read.remote(100, 60.0)
     wait_for_condition(lambda: ray.get(pair.reader.received_bytes.remote()) > 0, "the first bytes")
@@ -236,12 +256,14 @@ def test_a_frozen_holder_is_unavailable_until_it_wakes(make_pair, wait_for_condi
     os.kill(process, signal.SIGSTOP)
     try:
         answer = ray.get(pending, timeout=60)
-        assert isinstance(answer.error, TierUnavailableError)
+        assert isinstance(answer.error, DeadlineExceededError)
         assert (answer.wrong, answer.taken_bytes) == ([], 0)
-        assert isinstance(pair.read(1).error, TierUnavailableError)
+        assert isinstance(pair.read(1).error, DeadlineExceededError)
+        assert isinstance(pair.ping(1.0), DeadlineExceededError)
     finally:
         os.kill(process, signal.SIGCONT)
     wait_for_condition(lambda: pair.holder_state()[0] == 0, "the abandoned streams have ended")
+    assert pair.ping() is None
     assert pair.read(1) == Answer(BLOCK_BYTES, [], None, 0)
 
 
@@ -253,13 +275,26 @@ def test_the_deadline_of_the_request_holds(make_pair, wait_for_condition):
     wait_for_condition(lambda: pair.holder_state()[0] == 0, "the holder's stream has ended")
 
 
-def test_a_failing_holder_is_unavailable(make_pair):
-    answer = make_pair(holder=ray.remote(BrokenHolder).remote()).read(10)
-    assert isinstance(answer.error, TierUnavailableError)
+@pytest.mark.parametrize(
+    ("error", "seen_as"),
+    [
+        (TierUnavailableError("dram", "no arena"), TierUnavailableError),
+        (DeadlineExceededError("room in flight", 1.0), DeadlineExceededError),
+        (ZeroDivisionError(), TierUnavailableError),
+    ],
+    ids=repr,
+)
+def test_a_failing_holder(make_pair, error, seen_as):
+    pair = make_pair(holder=ray.remote(BrokenHolder).remote(error))
+    answer = pair.read(10)
+    assert isinstance(answer.error, seen_as)
     assert (answer.num_bytes, answer.wrong, answer.taken_bytes) == (MIB, [], 0)
+    assert isinstance(pair.ping(), seen_as)
 
 
 def test_a_node_without_manager_is_unavailable(make_pair):
-    answer = make_pair().read(1, node="elsewhere")
+    pair = make_pair()
+    answer = pair.read(1, node="elsewhere")
     assert isinstance(answer.error, TierUnavailableError)
     assert (answer.num_bytes, answer.taken_bytes) == (0, 0)
+    assert isinstance(pair.ping(node="elsewhere"), TierUnavailableError)

@@ -409,7 +409,7 @@ def test_a_block_evicted_since_the_lookup_is_brought_again_if_anyone_has_it(aren
         for number in (1, 2):
             store(client, prompt(8, number))
         got = client.load(hit, target)
-        assert (got, got.outcomes[0]) == (0, Miss.ABSENT)
+        assert (got, got.outcomes[0]) == (0, Miss.EVICTED)
 
 
 def test_blocks_evicted_since_the_lookup_come_from_another_holder(arena_root):

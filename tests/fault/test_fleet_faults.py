@@ -16,6 +16,7 @@ from kvfleet.config import KIB, MIB
 from kvfleet.core.block import split
 from kvfleet.errors import DirectoryUnavailableError, TierUnavailableError
 from kvfleet.node.messages import Miss, Outcome, Source
+from tests.conftest import wait_for
 from tests.rig import Rig, after, delayed, failing, hanging
 from tests.workload import block, empty, kv, load, model, prompt, store
 
@@ -46,10 +47,11 @@ def soon():
 
 
 def recover(rig):
-    """End the faults, and wait until the managers have reached the directory."""
+    """End the faults, and wait until the managers have reached the directory and each other."""
     rig.faults.clear()
     for number in rig.managers:
         assert rig.run(rig.part(number).publisher.flush(20))
+        wait_for(lambda number=number: not rig.status(number).avoided, "all answer again")
 
 
 def blocks_of(*clients):
@@ -84,7 +86,7 @@ def test_any_call_may_fail(arena_root, name, kind):
             if kind == "slow" and got.outcomes:
                 assert len(tokens) == got
             recover(rig)
-        asked = sum(client.stats().lookup_hit_blocks for client in (writer, reader))
+        asked = sum(client.stats().asked_blocks for client in (writer, reader))
         assert sum(blocks_of(writer, reader).values()) == asked
         if "attach" in name:
             time.sleep(1.0)  # a client asks a manager that did not answer again only after a pause
@@ -122,13 +124,18 @@ def three_nodes(arena_root, tokens, **settings) -> Rig:
     return rig
 
 
+def first_asked(rig, hit):
+    """The holder that node 2 will ask first."""
+    return int(rig.part(2).peers.holders.order(hit.runs[0].nodes)[0], 16)
+
+
 @pytest.mark.parametrize("passing", [0, 2, 4])
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_the_next_holder_goes_on_where_one_stops(arena_root, how, passing):
     tokens = prompt(20)
     with three_nodes(arena_root, tokens) as rig:
         reader = rig.client(SPEC, 2)
-        first = int(reader.lookup(tokens).runs[0].nodes[0], 16)
+        first = first_asked(rig, reader.lookup(tokens))
         second = 1 - first
         fault = rig.killing(first) if how == "dies" else hanging
         rig.faults[f"{first}.window"] = after(passing, fault)
@@ -157,8 +164,8 @@ def test_after_the_last_holder_comes_the_shared_tier(arena_root):
         assert sum(got.bytes_by_source.values()) == 20 * SPEC.layout.block_bytes
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_without_any_source_left_the_rest_is_a_counted_miss(arena_root, how):
+@pytest.mark.parametrize(("how", "miss"), [("dies", Miss.UNREACHABLE), ("hangs", Miss.TOO_SLOW)])
+def test_without_any_source_left_the_rest_is_a_counted_miss(arena_root, how, miss):
     tokens = prompt(20)
     with three_nodes(arena_root, tokens) as rig:
         reader = rig.client(SPEC, 2)
@@ -168,16 +175,14 @@ def test_without_any_source_left_the_rest_is_a_counted_miss(arena_root, how):
             got = load(reader, tokens)
         assert 0 < got < len(tokens)
         num_blocks = int(got) // 16
-        assert got.outcomes == (Source.PEER,) * num_blocks + (Miss.UNREACHABLE,) + (Miss.BEHIND_MISS,) * (
-            19 - num_blocks
-        )
-        assert got.miss is Miss.UNREACHABLE
-        assert rig.status(2).loaded_blocks == {"peer": num_blocks, "unreachable": 1}
+        assert got.outcomes == (Source.PEER,) * num_blocks + (miss,) + (Miss.BEHIND_MISS,) * (19 - num_blocks)
+        assert got.miss is miss
+        assert rig.status(2).loaded_blocks == {"peer": num_blocks, miss.value: 1}
         assert sum(blocks_of(reader).values()) == 20
         assert load(reader, prompt(num_blocks)).outcomes == (Source.DRAM,) * num_blocks
 
 
-def test_what_the_holder_no_longer_has_is_absent(arena_root):
+def test_what_the_holder_no_longer_has_was_evicted(arena_root):
     with Rig(arena_root, 2, delta_interval_s=2.0) as rig:
         writer, reader, tokens = rig.client(SPEC), rig.client(SPEC, 1), prompt(6)
         store(writer, tokens)
@@ -190,7 +195,7 @@ def test_what_the_holder_no_longer_has_is_absent(arena_root):
 
         rig.run(drop())
         target = empty(SPEC, 6)
-        assert reader.load(hit, target).outcomes == (*(Source.PEER,) * 4, Miss.ABSENT, Miss.BEHIND_MISS)
+        assert reader.load(hit, target).outcomes == (*(Source.PEER,) * 4, Miss.EVICTED, Miss.BEHIND_MISS)
 
 
 def test_a_holder_with_other_bytes_is_passed_over(arena_root):
@@ -198,7 +203,7 @@ def test_a_holder_with_other_bytes_is_passed_over(arena_root):
     with three_nodes(arena_root, tokens) as rig:
         reader = rig.client(SPEC, 2)
         hit = reader.lookup(tokens)
-        first = int(hit.runs[0].nodes[0], 16)
+        first = first_asked(rig, hit)
         arena = rig.part(first).home.arena
         record = next(record for record in arena.records.live() if record.depth == 3)
         arena.slot_view(record.offset, record.length)[77] ^= 1
@@ -409,7 +414,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], Miss]] = {
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-100]), Miss.CORRUPT),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), Miss.CORRUPT),
     "empty": (lambda path: path.write_bytes(b""), Miss.CORRUPT),
-    "deleted": (Path.unlink, Miss.ABSENT),
+    "deleted": (Path.unlink, Miss.EVICTED),
 }
 
 
@@ -449,7 +454,7 @@ def test_a_layout_that_cannot_be_read_costs_no_slot(arena_root, monkeypatch):
         assert load(client, prompt(3)) == 48
 
 
-def test_a_shared_tier_that_hangs_or_fails_is_a_counted_miss(arena_root, monkeypatch):
+def test_a_shared_tier_that_hangs_or_fails_is_a_counted_miss(arena_root, monkeypatch, wait_for_condition):
     tokens, go_on = prompt(8), threading.Event()
     with shared_only(arena_root, tokens) as (rig, (client,), _):
         files = rig.part(0).shared._objects._fs
@@ -466,6 +471,7 @@ def test_a_shared_tier_that_hangs_or_fails_is_a_counted_miss(arena_root, monkeyp
             assert got.outcomes[1:] == (Miss.BEHIND_MISS,) * 7
             go_on.set()
             assert load(client, tokens).miss is Miss.UNREACHABLE
+        wait_for_condition(lambda: not rig.status(0).avoided, "the shared tier answers")
         assert load(client, tokens) == 128
 
 

@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.errors import CorruptBlockError
+from kvfleet.errors import CorruptBlockError, LayoutMismatchError
 from kvfleet.node.blockfile import FRAME_BYTES_MAX, BlockHeader, decode, encode, read_header
 
 SIZES = [1, 7, 8, 9, 64, 4099]
@@ -80,23 +80,31 @@ def test_bytes_without_their_checksum_are_not_encoded():
         encode(header_of(64), data, checksum ^ 1)
 
 
+@pytest.mark.parametrize("change", [{"namespace_id": bytes(16)}, {"key": bytes(16)}, {"shard": 0}])
+def test_an_object_of_something_else_is_refused_by_name(change: dict[str, Any]):
+    encoded = encode(header_of(64), *block_of(64))
+    with pytest.raises(CorruptBlockError, match=f"another {next(iter(change))}"):
+        decode(encoded, dataclasses.replace(header_of(64), **change))
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"namespace_id": bytes(16)},
         {"layout_json": "{}"},
-        {"key": bytes(16)},
-        {"shard": 0},
         {"num_shards": 3},
         {"num_bytes": 56},
         {"codec": "int8"},
         {"version": 2},
     ],
 )
-def test_an_object_of_something_else_is_refused_by_name(change: dict[str, Any]):
+def test_a_block_in_another_layout_is_refused_for_that(change: dict[str, Any]):
     encoded = encode(header_of(64), *block_of(64))
-    with pytest.raises(CorruptBlockError, match=f"another {next(iter(change))}"):
+    with pytest.raises(LayoutMismatchError, match=next(iter(change))):
         decode(encoded, dataclasses.replace(header_of(64), **change))
+    damaged = bytearray(encoded)
+    damaged[-20] ^= 1
+    with pytest.raises(CorruptBlockError, match="checksum"):
+        decode(bytes(damaged), dataclasses.replace(header_of(64), **change))
 
 
 def test_every_truncation_and_any_extra_byte_is_refused():
@@ -117,7 +125,7 @@ def test_no_flipped_bit_gives_other_bytes():
         flipped[bit // 8] ^= 1 << bit % 8
         try:
             found, _ = decode(bytes(flipped), header_of(9))
-        except CorruptBlockError:
+        except (CorruptBlockError, LayoutMismatchError):
             continue
         harmless += 1
         assert found.tobytes() == data.tobytes()

@@ -19,7 +19,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kvfleet.core.block import BlockKey
-from kvfleet.errors import ConfigError, CorruptBlockError, TierUnavailableError
+from kvfleet.errors import ConfigError, CorruptBlockError, LayoutMismatchError, TierUnavailableError
 from kvfleet.node import s3
 from kvfleet.node.messages import Namespace
 from kvfleet.node.objects import ObjectStore
@@ -114,11 +114,13 @@ def test_writing_again_replaces(tier: SharedTier):
     assert records(*tier.list(10)) == {(key_of(0), 0)}
 
 
-def test_another_layout_under_the_same_name_is_corrupt_and_deleted(tier: SharedTier):
+def test_another_layout_under_the_same_name_is_refused_and_left(tier: SharedTier):
     tier.write(NAMESPACE, 1, key_of(0), 0, *block_of(key_of(0)))
-    with pytest.raises(CorruptBlockError, match="another layout_json"):
-        tier.read(Namespace(NAMESPACE.namespace_id, "{}"), 1, key_of(0), 0, np.empty(4099, np.uint8))
-    assert records(*tier.list(10)) == set()
+    target = np.zeros(4099, np.uint8)
+    with pytest.raises(LayoutMismatchError, match="layout_json"):
+        tier.read(Namespace(NAMESPACE.namespace_id, "{}"), 1, key_of(0), 0, target)
+    assert not target.any()
+    assert records(*tier.list(10)) == {(key_of(0), 0)}
 
 
 def test_bytes_that_changed_before_the_write_are_not_published(tier: SharedTier):
@@ -282,3 +284,8 @@ def test_importing_loads_no_storage_library():
     code = "import sys, kvfleet.node.shared; print({'pyarrow', 'fsspec', 's3fs', 'botocore'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_probe_is_answered_without_any_object(tier: SharedTier):
+    tier.probe(5.0)
+    assert records(*tier.list(10)) == set()

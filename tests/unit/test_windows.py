@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.errors import DeadlineExceededError
+from kvfleet.errors import DeadlineExceededError, TierFullError
 from kvfleet.node.windows import ByteBudget, Share, Span, plan_windows, stream_share
 
 
@@ -127,7 +127,7 @@ def test_budget_turns_away_when_too_many_wait():
         await budget.acquire(10, timeout_s=1)
         waiter = asyncio.create_task(budget.acquire(1, timeout_s=10))
         await asyncio.sleep(0)
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(TierFullError):
             await budget.acquire(1, timeout_s=10)
         budget.release(10)
         await waiter
