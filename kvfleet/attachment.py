@@ -16,6 +16,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Protocol
 
+from kvfleet.core.breaker import Breaker
 from kvfleet.errors import ConfigError, DeadlineExceededError, KvFleetError, TierUnavailableError
 from kvfleet.node.arena import Arena
 from kvfleet.node.arenadir import FileLock
@@ -23,17 +24,20 @@ from kvfleet.node.messages import (
     Attachment,
     CommitReply,
     CommitRequest,
+    HoldRequest,
     LoadProgress,
     LoadRequest,
     Located,
     ReserveReply,
     ReserveRequest,
 )
+from kvfleet.node.tallies import Tally
 
 __all__ = ["AttachedNode", "DirectoryPort", "ManagerPort"]
 
 _log = logging.getLogger(__name__)
-_RETRY_S = 1.0
+_PAUSE_S, _PAUSE_MAX_S = 1.0, 5.0  # until a manager that did not answer is asked again
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class ManagerPort(Protocol):
@@ -50,6 +54,12 @@ class ManagerPort(Protocol):
 
     def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:
         """Steps of `TierManager.load`; closing it early stops the manager."""
+
+    def hold(self, request: HoldRequest, timeout_s: float) -> int:
+        """See `TierManager.hold`."""
+
+    def release(self, client_id: int, number: int, timeout_s: float) -> None:
+        """See `TierManager.release`. Does not wait for the manager."""
 
 
 class DirectoryPort(Protocol):
@@ -100,11 +110,12 @@ class AttachedNode:
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._doubted = False
-        self._retry_at = 0.0
+        self._breaker = Breaker(_PAUSE_S, _PAUSE_MAX_S)
         self._closing = threading.Event()
         self._pid = os.getpid()
         self.client_id = secrets.randbits(63) | 1
         self._client_lock: FileLock | None = None
+        self.tally = Tally()
 
     @property
     def forked(self) -> bool:
@@ -151,7 +162,7 @@ class AttachedNode:
             self._check_open()
             if self._arena is not None and not again and not self._replaced(self._arena):
                 return self._arena
-            if time.monotonic() < self._retry_at:
+            if not self._breaker.allows(time.monotonic()):
                 raise TierUnavailableError("dram", "the node's manager did not answer a moment ago")
             self._doubted = False
             try:
@@ -159,18 +170,20 @@ class AttachedNode:
                 self._check_open()
                 if attachment.problem:
                     raise ConfigError("dram_bytes", attachment.problem)
-                return self._map(attachment)
+                arena = self._map(attachment)
             except KvFleetError:
-                self._retry_at = time.monotonic() + _RETRY_S
+                self._breaker.failed(time.monotonic())
                 raise
+            self._breaker.worked()
+            return arena
         finally:
             self._lock.release()
 
     def _take_turn(self, timeout_s: float) -> None:
         """Wait while another thread attaches, unless one waited for that in vain a moment ago."""
-        left = 0.0 if time.monotonic() < self._retry_at else max(0.0, timeout_s)
+        left = 0.0 if self._breaker.is_open else max(0.0, timeout_s)
         if not self._lock.acquire(timeout=left):
-            self._retry_at = time.monotonic() + _RETRY_S
+            self._breaker.failed(time.monotonic())
             raise DeadlineExceededError("attach", timeout_s)
 
     def _check_open(self) -> None:
@@ -187,12 +200,13 @@ class AttachedNode:
             self._client_lock.release()  # it may be the same file; nothing is reserved in the new arena yet
         if not lock.acquire():
             raise TierUnavailableError("dram", "this client's lock file is held by another process")
-        self._arena, self._client_lock, self._retry_at = arena, lock, 0.0
+        self._arena, self._client_lock = arena, lock
+        self.tally.share(lock.path)
         if new:
             threading.Thread(target=_touch, args=(arena, self._closing), name="kvfleet-touch", daemon=True).start()
         return arena
 
-    def close(self, timeout_s: float = _RETRY_S) -> None:
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Let go of the arena, for good. Reserved slots go back to the node.
 
         An attach under way that takes longer than `timeout_s` does it when it ends.
@@ -203,6 +217,7 @@ class AttachedNode:
             self._lock.release()
 
     def _let_go(self) -> None:
+        self.tally.keep()
         if self._client_lock is not None:
             self._client_lock.release()
             self._client_lock = None

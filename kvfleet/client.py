@@ -18,10 +18,13 @@ from kvfleet import copying
 from kvfleet.attachment import AttachedNode, DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES, TokenIds
-from kvfleet.core.directory import Run
 from kvfleet.core.layout import ModelSpec
+from kvfleet.counts import ClientStats
 from kvfleet.errors import KvFleetError, LayoutMismatchError
-from kvfleet.hits import ClientStats, HitRun, Loaded, PrefixHit, merge_runs, true_head
+from kvfleet.explain import Explanation, explain
+from kvfleet.hits import Loaded, PrefixHit
+from kvfleet.holding import Hold
+from kvfleet.looking import Asked, Looking
 from kvfleet.node.arena import Arena
 from kvfleet.node.messages import Bytes, Miss, Namespace, Outcome
 from kvfleet.reading import Reading
@@ -59,6 +62,7 @@ class Client:
         self._config = config
         self._manager = manager
         self._directory = directory
+        self._looking = Looking(spec, shard, directory, config.lookup_timeout_s)
         self._node = AttachedNode(manager)
         self._namespace = Namespace(spec.namespace_id, spec.layout.to_json())
         self._worker = StoreWorker(self._node, manager, config, spec.layout, self._namespace, shard)
@@ -94,9 +98,17 @@ class Client:
         """Totals since this client was made."""
         return self._stats.snapshot()
 
+    def explain(self, request: PrefixHit | Loaded) -> Explanation:
+        """What became of a request, block by block, and why; what a load did not bring shows only in its answer.
+
+        Args:
+            request: from this client's `lookup` or `load`.
+        """
+        return explain(request, self.spec.layout)
+
     # lookup
 
-    def lookup(self, token_ids: TokenIds, *, extra: Mapping[int, bytes] | None = None) -> PrefixHit:
+    def lookup(self, token_ids: TokenIds, *, extra: Mapping[int, bytes] | None = None, label: str = "") -> PrefixHit:
         """The longest prefix of `token_ids`, in whole blocks, that the fleet says it holds.
 
         No remote call if all of it is in this node's arena, else one to the directory. Blocks that are being written
@@ -105,47 +117,42 @@ class Client:
         Args:
             token_ids: 1-D; a uint32 buffer is fastest (numpy, torch, array); lists work.
             extra: block index → digest of what else that block depends on (images, ...).
+            label: the engine's name for the request, by which `kvfleet explain` finds it.
 
         Raises:
             ValueError: the ids are no token ids.
         """
-        return self.lookup_keys(self.spec.keys(token_ids, extra))
+        return self.lookup_keys(self.spec.keys(token_ids, extra), label=label)
 
-    def lookup_keys(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
+    def lookup_keys(self, keys: bytes, *, start_block: int = 0, label: str = "", counted: bool = True) -> PrefixHit:
         """Like `lookup`, for an engine that has the packed keys of its blocks already.
 
         Args:
             keys: of the prefix from its first block on.
             start_block: the first block to look for; the engine has those before it.
+            label: as in `lookup`.
+            counted: False for an engine that may ask again before it uses an answer: it gives the one it uses to
+                `count`.
         """
-        arena, fault = self._arena(self._config.lookup_timeout_s)
-        local, coming = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
-        head = true_head(local)
-        runs: tuple[Run, ...] = ()
-        if not coming.all():
-            self._stats.called("locate")
-            asked = keys[(start_block + head) * KEY_BYTES :]
-            try:
-                located = self._directory.locate(
-                    asked, self.shard, self.spec.layout.num_shards, self._config.lookup_timeout_s
-                )
-                runs = located.runs
-            except KvFleetError as error:
-                fault = Miss.DIRECTORY_UNAVAILABLE
-                _log.debug("lookup without directory: %s", error)
-        hit = self._hit(keys, start_block, merge_runs(local, head, runs, start_block, coming), fault)
-        self._stats.looked_up(hit)
+        asked = Asked(keys, start_block, label)
+        arena, asked.fault = self._arena(self._config.lookup_timeout_s, asked.calls)
+        hit = self._looking.everywhere(asked, arena)
+        self._stats.called(*hit.calls)
+        if counted:
+            self._stats.looked_up(hit)
         return hit
 
-    def lookup_local(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
-        """Like `lookup_keys`, but only what is in this node's arena.
+    def count(self, hit: PrefixHit) -> None:
+        """Count a hit that its lookup did not. Blocking: never."""
+        self._stats.looked_up(hit)
+
+    def lookup_local(self, keys: bytes, *, start_block: int = 0, label: str = "") -> PrefixHit:
+        """Like `lookup_keys`, but only what is in this node's arena, and not counted.
 
         Blocking: never; makes no remote call, and finds nothing before the node is attached.
         """
         arena = None if self._node.stale else self._node.arena
-        local, _ = self._local_blocks(arena, keys[start_block * KEY_BYTES :])
-        head = true_head(local)
-        return self._hit(keys, start_block, merge_runs(local[:head], head, (), start_block), None)
+        return self._looking.here(Asked(keys, start_block, label), arena)
 
     def absent(self, keys: bytes) -> npt.NDArray[np.bool_]:
         """Which blocks of this client's shard are not in this node's arena; the others count as used now.
@@ -162,16 +169,12 @@ class Client:
         missing: npt.NDArray[np.bool_] = slots < 0
         return missing
 
-    def _hit(self, keys: bytes, start_block: int, runs: tuple[HitRun, ...], fault: Miss | None) -> PrefixHit:
-        num_blocks = runs[-1].stop if runs else start_block
-        num_tokens = num_blocks * self.spec.block_tokens
-        return PrefixHit(num_tokens, num_blocks, len(keys) // KEY_BYTES, keys, runs, fault, start_block)
-
-    def _arena(self, timeout_s: float) -> tuple[Arena | None, Miss | None]:
-        """The node's arena, attached if it can be within `timeout_s`."""
+    def _arena(self, timeout_s: float, calls: list[str]) -> tuple[Arena | None, Miss | None]:
+        """The node's arena, attached if it can be within `timeout_s`; a call for that is noted."""
         if self._node.stale:
+            calls.append("attach")
             try:
-                self.attach(timeout_s)
+                self._node.attach(timeout_s)
             except KvFleetError as error:
                 self._warn("this node's arena cannot be used: %s", error)
                 return None, Miss.MANAGER_UNAVAILABLE
@@ -183,17 +186,6 @@ class Client:
         if now >= self._warn_at:
             self._warn_at = now + _LOG_INTERVAL_S
             _log.warning(text, error)
-
-    def _local_blocks(self, arena: Arena | None, keys: bytes) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which blocks are whole in this node's arena, all shards of them; and which are, or are being written."""
-        here = np.full(len(keys) // KEY_BYTES, arena is not None)
-        coming = here.copy()
-        if arena is not None:
-            for shard in range(self.spec.layout.num_shards):
-                found = arena.records.find(keys, shard)
-                here &= found.slots >= 0
-                coming &= (found.slots >= 0) | found.pending
-        return here, coming
 
     # load
 
@@ -215,18 +207,19 @@ class Client:
         Raises:
             LayoutMismatchError: `into` has another shape or dtype. Nothing was written.
         """
+        start_s, calls = time.perf_counter(), list[str]()
         take = self._take(into, hit.num_blocks)
         timeout_s = self._config.load_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         outcomes: list[Outcome] = []
         if hit.num_blocks > hit.start_block:
-            arena, fault = self._arena(min(timeout_s, self._config.lookup_timeout_s))
+            arena, fault = self._arena(min(timeout_s, self._config.lookup_timeout_s), calls)
             outcomes = [fault] if fault is not None else []
             if arena is not None:
                 reading = Reading(arena, hit, self.shard, take, deadline)
                 reading.local()
                 if not reading.complete:
-                    self._stats.called("load")
+                    calls.append("load")
                     reading.rest(self._manager, self._namespace, self.spec.layout.block_bytes)
                 if reading.error is not None:
                     self._warn("load stopped short: %s", reading.error)
@@ -234,8 +227,10 @@ class Client:
                 if Miss.EVICTED in outcomes[-1:]:
                     self._node.doubt()
         outcomes += [Miss.BEHIND_MISS] * (hit.num_blocks - hit.start_block - len(outcomes))
+        self._stats.called(*calls)
         loaded = Loaded.of(outcomes, self.spec.layout)
-        self._stats.loaded(loaded)
+        loaded.hit, loaded.load_s, loaded.calls = hit, time.perf_counter() - start_s, tuple(calls)
+        self._stats.loaded(loaded, self.shard)
         return loaded
 
     def _take(self, into: object, num_blocks: int) -> Callable[[int, Bytes], None]:
@@ -250,6 +245,14 @@ class Client:
         array = copying.as_array(tensor)
         copying.check_fits(array, tensor, self.spec.layout, num_blocks)
         return array
+
+    def hold(self, hit: PrefixHit, seconds: float) -> Hold:
+        """Keep those first blocks of a hit that are in this node's arena, at most 30 s. One call to the manager."""
+        self._stats.called("hold")
+        keys = hit.keys_of(hit.start_block, hit.num_blocks)
+        hold = Hold(self._node, self._manager, keys, self.shard, timeout_s=self._config.lookup_timeout_s)
+        hold.renew(seconds)
+        return hold
 
     # store
 

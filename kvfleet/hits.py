@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from kvfleet.core.directory import NodeId, Run
 from kvfleet.core.layout import BlockLayout
 from kvfleet.node.messages import Miss, Outcome, Source
 
-__all__ = ["ClientStats", "HitRun", "Loaded", "PrefixHit", "Stats", "StoreResult", "merge_runs", "true_head"]
+__all__ = ["Claim", "HitRun", "Loaded", "PrefixHit", "StoreResult", "merge_runs", "true_head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,24 @@ class HitRun:
     pending: bool = False
 
 
+class Claim:
+    """Says whether the blocks of a hit were counted as asked for and wait for their outcome. Threads: any."""
+
+    def __init__(self) -> None:
+        self._open: list[bool] = []
+
+    def give(self) -> None:
+        """They are counted."""
+        self._open.append(True)
+
+    def take(self) -> bool:
+        """They have their outcome now. False: they were not counted, or had one before."""
+        try:
+            return self._open.pop()
+        except IndexError:
+            return False
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
     """The longest prefix of a request that the fleet says it holds.
@@ -49,6 +66,13 @@ class PrefixHit:
         runs: cover blocks [start_block, num_blocks) in order.
         fault: why the answer may be shorter than the truth, or None.
         start_block: blocks before it were not looked for: the engine has them. At most `num_blocks`.
+        missing: why the first block behind the hit is missing, for the client's shard or another; None if none is.
+        shard: of the client that looked it up.
+        label: the engine's name for the request, or "".
+        asked_ns: when it was looked up: wall time.
+        lookup_s: how long that took.
+        calls: remote calls it took, by name.
+        claim: whether its blocks are counted.
     """
 
     num_tokens: int
@@ -58,6 +82,13 @@ class PrefixHit:
     runs: tuple[HitRun, ...]
     fault: Miss | None = None
     start_block: int = 0
+    missing: Miss | None = None
+    shard: int = 0
+    label: str = ""
+    asked_ns: int = field(default=0, compare=False, repr=False)
+    lookup_s: float = field(default=0.0, compare=False, repr=False)
+    calls: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    claim: Claim = field(default_factory=Claim, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert len(self.keys) == self.asked_blocks * KEY_BYTES
@@ -102,31 +133,43 @@ def true_head(flags: npt.NDArray[np.bool_]) -> int:
     return len(flags) if flags.all() else int(flags.argmin())
 
 
+_SOURCES = tuple(Source)
+
+
 class Loaded(int):
     """Tokens really loaded: an `int`, with how it came about.
 
     Attributes:
         outcomes: of every block of the hit, in order: a `Source`, or the reason of a `Miss`.
         bytes_by_source: bytes copied into the caller's memory, by where they came from.
+        counts: blocks by outcome.
+        miss: why the load stopped short of the hit, or None.
+        hit: what was loaded; None if it was not a client of a fleet that loaded it.
+        load_s: how long it took.
+        calls: remote calls it took, by name.
     """
 
     outcomes: tuple[Outcome, ...]
     bytes_by_source: Mapping[Source, int]
+    counts: Mapping[Outcome, int]
+    miss: Miss | None
+    hit: PrefixHit | None = None
+    load_s: float = 0.0
+    calls: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome], layout: BlockLayout) -> Loaded:
         """Count the blocks that came; none comes behind one that did not."""
         outcomes = tuple(outcomes)
-        came = [outcome for outcome in outcomes if isinstance(outcome, Source)]
-        loaded = cls(len(came) * layout.block_tokens)
+        counts = {source: n for source in _SOURCES if (n := outcomes.count(source))}  # no hash of an enum a block
+        came = sum(counts.values())
+        loaded = cls(came * layout.block_tokens)
         loaded.outcomes = outcomes
-        loaded.bytes_by_source = {source: n * layout.block_bytes for source, n in Counter(came).items()}
+        loaded.bytes_by_source = {source: n * layout.block_bytes for source, n in counts.items()}
+        missed = outcomes[came:]
+        loaded.counts = Counter[Outcome](missed) | Counter[Outcome](counts)
+        loaded.miss = next((outcome for outcome in missed if isinstance(outcome, Miss)), None)
         return loaded
-
-    @property
-    def miss(self) -> Miss | None:
-        """Why the load stopped short of the hit, or None."""
-        return next((o for o in self.outcomes if isinstance(o, Miss)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,82 +191,3 @@ class StoreResult:
     published: bool = True
     num_bytes: int = 0
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientStats:
-    """Totals of one client since it was made.
-
-    Attributes:
-        lookups: calls of `lookup`; `lookup_blocks` asked for, `lookup_hit_blocks` said to be there.
-        blocks: blocks of all loads by outcome; their sum is what loads asked for.
-        num_bytes: bytes loaded by source.
-        stored_blocks: blocks written by stores; `stored_bytes` likewise; `already_blocks` were there.
-        dropped_blocks: blocks that stores gave up, by reason.
-        faults: failed waits by reason, whatever they cost.
-        calls: remote calls made, by name.
-    """
-
-    lookups: int
-    lookup_blocks: int
-    lookup_hit_blocks: int
-    blocks: Mapping[Outcome, int]
-    num_bytes: Mapping[Source, int]
-    stored_blocks: int
-    stored_bytes: int
-    already_blocks: int
-    dropped_blocks: Mapping[str, int]
-    faults: Mapping[Miss, int]
-    calls: Mapping[str, int]
-
-
-class Stats:
-    """Counts behind `ClientStats`. Threads: any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lookups = self._lookup_blocks = self._lookup_hit_blocks = 0
-        self._blocks: Counter[Outcome] = Counter()
-        self._num_bytes: Counter[Source] = Counter()
-        self._stored = self._stored_bytes = self._already = 0
-        self._dropped: Counter[str] = Counter()
-        self._faults: Counter[Miss] = Counter()
-        self._calls: Counter[str] = Counter()
-
-    def looked_up(self, hit: PrefixHit) -> None:
-        """A lookup was answered."""
-        with self._lock:
-            self._lookups += 1
-            self._lookup_blocks += hit.asked_blocks - hit.start_block
-            self._lookup_hit_blocks += hit.num_blocks - hit.start_block
-            if hit.fault is not None:
-                self._faults[hit.fault] += 1
-
-    def loaded(self, loaded: Loaded) -> None:
-        """A load ended."""
-        with self._lock:
-            self._blocks.update(loaded.outcomes)
-            self._num_bytes.update(loaded.bytes_by_source)
-
-    def stored(self, result: StoreResult) -> None:
-        """A store ended."""
-        with self._lock:
-            self._stored += result.stored
-            self._stored_bytes += result.num_bytes
-            self._already += result.already
-            if result.dropped:
-                self._dropped[result.reason] += result.dropped
-
-    def called(self, name: str) -> None:
-        """A remote call was made."""
-        with self._lock:
-            self._calls[name] += 1
-
-    def snapshot(self) -> ClientStats:
-        """The counts now."""
-        with self._lock:
-            return ClientStats(
-                self._lookups, self._lookup_blocks, self._lookup_hit_blocks, dict(self._blocks),
-                dict(self._num_bytes), self._stored, self._stored_bytes, self._already, dict(self._dropped),
-                dict(self._faults), dict(self._calls),
-            )  # fmt: skip

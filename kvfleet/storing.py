@@ -18,8 +18,9 @@ from kvfleet.attachment import AttachedNode, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.layout import BlockLayout
+from kvfleet.counts import Stats
 from kvfleet.errors import DeadlineExceededError, KvFleetError
-from kvfleet.hits import Stats, StoreResult
+from kvfleet.hits import StoreResult
 from kvfleet.node.arena import Arena
 from kvfleet.node.messages import Bytes, CommitReply, CommitRequest, Namespace, ReserveReply, ReserveRequest
 
@@ -102,7 +103,7 @@ class StoreWorker:
         self._layout = layout
         self._namespace = namespace
         self._shard = shard
-        self.stats = Stats()
+        self.stats = Stats(layout, node.tally)
         self._sequence = 0
         self._jobs: queue.SimpleQueue[StoreJob | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -199,7 +200,8 @@ class StoreWorker:
             self._node.attach(left, again=True)
             return start, StoreResult()
         if not reply.slots:
-            return stop, StoreResult(already=reply.already, reason="no_room" if reply.refused else "")
+            reason = "draining" if reply.draining else "no_room" if reply.refused else ""
+            return stop, StoreResult(already=reply.already, reason=reason)
         return stop, self._write(job, start, reply, arena, deadline)
 
     def _batch_blocks(self, arena: Arena) -> int:
@@ -236,6 +238,7 @@ class StoreWorker:
             return StoreResult(already=reply.already, published=False, reason=type(error).__name__)
         commit = self._commit(reply, checksums, deadline)
         if commit is None:
+            self._give_back(arena)  # else they stay ours until the next store, if there is one
             return StoreResult(already=reply.already, published=False, reason="commit_lost")
         lost = len(reply.slots) - commit.committed
         reason = "no_room" if reply.refused else "reservation_lost" if lost else ""

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from kvfleet.errors import KvFleetError
+from kvfleet.explain import show_bytes
 
 __all__ = ["Address", "Name", "parse_bytes", "plain_errors", "show_bytes"]
 
@@ -29,12 +30,6 @@ def parse_bytes(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is no size; write one like 48GiB or 512MiB")
     number, unit = found.groups()
     return int(float(number) * 1024 ** (_UNITS.index(f"{unit}B") if unit else 0))
-
-
-def show_bytes(num_bytes: int) -> str:
-    """A size in the largest unit that leaves it at least 1."""
-    exponent = max(0, min(len(_UNITS) - 1, (num_bytes.bit_length() - 1) // 10))
-    return f"{num_bytes / 1024**exponent:.{1 if exponent else 0}f} {_UNITS[exponent]}"
 
 
 @contextmanager

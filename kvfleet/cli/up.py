@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvfleet.cli.console import Address, Name, parse_bytes, plain_errors
-from kvfleet.cli.status import nodes_table
+from kvfleet.cli.console import Address, Name, parse_bytes, plain_errors, show_bytes
+from kvfleet.cli.status import show_nodes
 from kvfleet.config import FleetConfig
 
 __all__ = ["down", "up"]
@@ -36,7 +36,7 @@ def up(
 
         config = FleetConfig(name=name, dram_bytes=dram_bytes, arena_root=arena_root, shared_url=shared)
         fleet = kvfleet.start(config, address=address)
-        Console().print(nodes_table(fleet.up()))
+        show_nodes(Console(), fleet.up())
 
 
 def down(
@@ -50,6 +50,11 @@ def down(
     with plain_errors():
         import kvfleet
 
-        unsaved = kvfleet.connect(name, address=address).stop(drain_timeout_s=drain_timeout)
+        fleet = kvfleet.connect(name, address=address)
+        found = fleet.status()
+        unsaved = fleet.stop(drain_timeout_s=drain_timeout)
+    freed = show_bytes(sum(node.capacity_bytes for node in found.nodes))
+    stopped = f"fleet {name} is stopped: {len(found.nodes) + len(found.silent)} managers and its directory"
+    Console().print(f"{stopped}; {freed} of memory are free again", highlight=False, soft_wrap=True)
     if unsaved:
         Console(stderr=True).print(f"{unsaved} blocks could not be saved in time")

@@ -31,7 +31,7 @@ class Breaker:
         return self._open
 
     def allows(self, now: float) -> bool:
-        """Whether to ask. A caller that is told so reports by `worked` or `failed`; if not, another may after a pause."""
+        """Whether to ask. Whoever does reports by `worked` or `failed`; if not, another may after a pause."""
         if not self._open:
             return True
         if now < self._retry_at:

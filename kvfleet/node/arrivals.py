@@ -42,6 +42,7 @@ class Arrivals:
             return False
         self._slots.hold(index)
         self._held.append(index)
+        self._slots.pace.note(len(self._held))
         self.add(source)
         return True
 
@@ -75,3 +76,4 @@ class Arrivals:
         """End the holds on the blocks before `stop`, or all."""
         while self._held and (stop is None or self._held[0] < stop):
             self._slots.release(self._held.popleft())
+        self._slots.pace.note(len(self._held))

@@ -8,10 +8,12 @@ from contextlib import ExitStack
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import BlockKey, split
+from kvfleet.errors import TierUnavailableError
 from kvfleet.node.admission import Admitter
 from kvfleet.node.dram import NS, DramTier
 from kvfleet.node.messages import FetchRequest, Window, WindowPart
 from kvfleet.node.records import Record
+from kvfleet.node.storeroom import StoreRoom
 from kvfleet.node.waiting import now
 from kvfleet.node.windows import ByteBudget, Span, plan_windows, stream_share
 
@@ -23,12 +25,16 @@ class Server:
 
     Args:
         budget: bytes of this node's object store that windows on their way out may occupy.
+        store: that object store, which others use as well.
     """
 
-    def __init__(self, dram: DramTier, admitter: Admitter, budget: ByteBudget, config: FleetConfig) -> None:
+    def __init__(
+        self, dram: DramTier, admitter: Admitter, budget: ByteBudget, store: StoreRoom, config: FleetConfig
+    ) -> None:
         self._dram = dram
         self._admitter = admitter
         self._budget = budget
+        self._store = store
         self._config = config
         self.streams = 0
         self.sent_bytes = 0
@@ -37,7 +43,12 @@ class Server:
         """The requested blocks that are here, up to the first that is not, as windows.
 
         A window's data are views of the arena: whoever takes it copies it before asking for the next one.
+
+        Raises:
+            DeadlineExceededError: no room for another stream in time.
+            TierUnavailableError: others have filled the object store.
         """
+        deadline = now() + request.timeout_s
         stream = _Stream(self._dram, self._admitter, request)
         if not stream.records:
             return
@@ -51,9 +62,11 @@ class Server:
         end.callback(self._budget.release, share.num_bytes)
         end.callback(stream.close)
         # A reader that stops asking leaves this generator paused inside Ray: the timer ends the stream for it.
-        timer = asyncio.get_running_loop().call_later(request.timeout_s, end.close)
+        timer = asyncio.get_running_loop().call_at(deadline, end.close)
         self.streams += 1
         try:
+            if not await self._store.fits(share.num_bytes):
+                raise TierUnavailableError("peer", "this node's object store is full")
             for spans in plan_windows(sizes, self._config.window_bytes_min, share.window_bytes_max):
                 if stream.closed:
                     return

@@ -32,12 +32,14 @@ class NodePlace:
         raylet_pid: of the raylet that is this process's parent.
         object_store_bytes: size of this node's Ray object store.
         alive: whether a Ray node id is one of a live node of this cluster.
+        object_store_used: measures the bytes in use in that store; may block. Raises OSError: not known.
     """
 
     ray_node_id: str
     raylet_pid: int
     object_store_bytes: int
     alive: Callable[[str], bool]
+    object_store_used: Callable[[], int] = lambda: 0
 
 
 @dataclass(frozen=True, slots=True)

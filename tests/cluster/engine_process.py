@@ -23,7 +23,8 @@ import kvfleet
 from kvfleet import BlockLayout, ModelSpec, PrefixHit
 from kvfleet.actors import directory_namespace
 from kvfleet.core.block import KEY_BYTES
-from kvfleet.hits import ClientStats, StoreResult
+from kvfleet.counts import ClientStats
+from kvfleet.hits import StoreResult
 from kvfleet.node.manager import NodeStatus
 from kvfleet.node.messages import Outcome, Source
 from kvfleet.storing import StoreTask
@@ -154,19 +155,19 @@ class Engine:
         self, seed: int, hit: PrefixHit, timeout_s: float | None = None, pause_before: int | None = None
     ) -> Answer:
         keys = self._keys(seed, hit.asked_blocks)
-        right: list[bool] = []
+        right: dict[int, bool] = {}  # by index: one that went during its copy is taken again from elsewhere
         self.pause_before = pause_before
         self.go_on.clear()
 
         def take(index: int, view: npt.NDArray[np.uint8]) -> None:
             self._pass(index)
-            right.append(bool((view == content(keys[index])).all()))
+            right[index] = bool((view == content(keys[index])).all())
 
         started = time.monotonic()
         loaded = self.client.load(hit, take, timeout_s)
         seconds = time.monotonic() - started
         num_blocks = loaded // BLOCK_TOKENS
-        wrong = tuple(index for index, fine in enumerate(right[:num_blocks]) if not fine)
+        wrong = tuple(index for index in range(num_blocks) if not right[index])
         sources = {source: n // BLOCK_BYTES for source, n in loaded.bytes_by_source.items()}
         return Answer(num_blocks, wrong, loaded.outcomes, sources, seconds)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvfleet
+from tests.cluster.engine_process import BLOCK_TOKENS, here, prompt
 
 
 def run(*arguments: str, address: str) -> subprocess.CompletedProcess[str]:
@@ -38,10 +39,15 @@ def test_a_fleet_outlives_the_command_that_started_it(address, arena_root):
         assert [node["capacity_bytes"] for node in found["nodes"]] == [32 << 20] * 2
         assert found["silent"] == []
         assert all(node["node_id"][:8] in up.stdout for node in found["nodes"])
-        assert "directory: 0 records of 2 nodes" in run("status", "--name", "cli", address=address).stdout
+        assert (
+            "directory: 0 of at most 20,000,000 records of 2 nodes"
+            in run("status", "--name", "cli", address=address).stdout
+        )
+        assert run("explain", "--name", "cli", address=address).stdout == "no request is remembered\n"
     finally:
         down = run("down", "--name", "cli", address=address)
     assert down.returncode == 0, down.stderr
+    assert down.stdout == ("fleet cli is stopped: 2 managers and its directory; 64.0 MiB of memory are free again\n")
     assert not list(arena_root.rglob("arena"))
     with pytest.raises(kvfleet.ConfigError, match="no fleet 'cli'"):
         kvfleet.connect("cli", address=address)
@@ -51,3 +57,57 @@ def test_a_fleet_that_is_not_there(address):
     done = run("status", "--name", "nowhere", address=address)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.strip() == "kvfleet: name: no fleet 'nowhere' is running here; `kvfleet up` starts one"
+
+
+def test_what_became_of_requests_is_told(address, make_fleet, engine_here):
+    engine = engine_here(make_fleet(name="told"))
+    assert engine.store(1, 4).stored == 4
+    hit = engine.client.lookup(prompt(1, 6), label="chatcmpl-7")
+    assert engine.client.load(hit, lambda index, view: None) == 4 * BLOCK_TOKENS
+    assert engine.load(2, 3).num_blocks == 0
+
+    listed = run("explain", "--name", "told", address=address)
+    assert listed.returncode == 0, listed.stderr
+    lines = listed.stdout.splitlines()[2:]
+    assert [line.split()[1] for line in lines] == [here()[:8]] * 2
+    assert "chatcmpl-7" in lines[1]
+    assert "dram 4" in lines[1]
+    for wanted in ("chatcmpl", hit.keys[-16:].hex()[:10]):
+        shown = run("explain", wanted, "--name", "told", address=address).stdout
+        assert "6 blocks of" in shown
+        assert "4: 4 in this node's memory" in shown
+        (told,) = json.loads(run("explain", wanted, "--json", "--name", "told", address=address).stdout)
+        assert (told["label"], told["node"], told["from_dram"]) == ("chatcmpl-7", here(), 4)
+        assert told["missing"] == hit.missing
+    assert "begins with 'none'" in run("explain", "none", "--name", "told", address=address).stdout
+
+    status = json.loads(run("status", "--name", "told", "--json", address=address).stdout)
+    totals = status["totals"]
+    assert (totals["lookups"], totals["asked_blocks"]) == (2, 9)
+    assert sum(totals["outcomes"].values()) == 9
+    assert totals["outcomes"]["dram"] == 4
+    shown = run("status", "--name", "told", address=address).stdout
+    assert "blocks asked for" in shown
+    assert "blocks that did not come" in shown
+
+
+def test_a_node_is_drained(address, arena_root, make_fleet, engine_here, tmp_path):
+    fleet = make_fleet(name="drained", shared_url=f"file://{tmp_path}")
+    engine = engine_here(fleet)
+    assert engine.store(1, 6).stored == 6
+    node = here()
+    done = run("drain", node[:12], "--name", "drained", "--seconds", "30", "--bytes", "1GiB", address=address)
+    assert done.returncode == 0, done.stderr
+    assert f"node {node[:12]}: draining; " in done.stdout
+    assert " saved, 0 (0 B) left without a copy in the shared tier" in done.stdout
+    assert len(list(tmp_path.rglob("*.arrow"))) == 6
+    status = json.loads(run("status", "--name", "drained", "--json", address=address).stdout)
+    assert {found["node_id"]: found["draining"] for found in status["nodes"]}[node]
+    assert engine.store(2, 3).reason == "draining"
+    assert engine.load(1, 6).num_blocks == 6
+    again = run("drain", node, "--name", "drained", "--resume", address=address)
+    assert (again.returncode, again.stdout.strip()) == (0, f"node {node}: takes stores again")
+    assert engine.store(2, 3).stored == 3
+    done = run("drain", "x", "--name", "drained", address=address)
+    assert done.returncode == 1
+    assert "0 nodes with a manager begin with 'x'" in done.stderr

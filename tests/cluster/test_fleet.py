@@ -217,7 +217,7 @@ def test_a_stopped_fleet_stays_stopped_and_clients_find_the_next(make_fleet, eng
 
 
 def test_a_client_that_comes_while_the_fleet_stops_starts_no_manager(make_fleet, monkeypatch):
-    fleet, gather, late = make_fleet(name="stopping"), kvfleet.fleet._gather, []
+    fleet, gather, late = make_fleet(name="stopping"), kvfleet.actors.gather, []
 
     def gather_and_attach(calls: list[Any], timeout_s: float) -> list[Any]:
         answers: list[Any] = gather(calls, timeout_s)
@@ -227,7 +227,7 @@ def test_a_client_that_comes_while_the_fleet_stops_starts_no_manager(make_fleet,
             late.append(str(error))
         return answers
 
-    monkeypatch.setattr("kvfleet.fleet._gather", gather_and_attach)
+    monkeypatch.setattr("kvfleet.actors.gather", gather_and_attach)
     fleet.stop()
     assert late[0] == ""  # while blocks are saved the fleet still lives
     assert late[1] != ""

@@ -183,14 +183,25 @@ def test_the_directory_refills_itself(fleet, engine, other):
 # frozen processes
 
 
+def avoided(fleet: Fleet, node: str) -> tuple[str, ...]:
+    status = node_status(fleet, node)
+    return () if status is None else status.avoided
+
+
 def test_a_frozen_holder(fleet, engine, other):
-    seed = new_seed()
-    engine.store(seed, 8)
+    seeds = [new_seed() for _ in range(4)]
+    for seed in seeds:
+        engine.store(seed, 8)
     with frozen(manager_process(fleet.config.name, here())):
-        answer = other.load(seed, 8)
-        assert (answer.num_blocks, answer.outcomes[0]) == (0, Miss.UNREACHABLE)
+        answer = other.load(seeds[0], 8)
+        assert (answer.num_blocks, answer.outcomes[0]) == (0, Miss.TOO_SLOW)
         assert answer.seconds < fleet.config.load_timeout_s + GRACE_S
-    wait_for_all(other.load, seed, 8)
+        for seed in seeds[1:]:
+            answer = other.load(seed, 8)
+            assert (answer.num_blocks, answer.outcomes[0]) == (0, Miss.UNREACHABLE)
+    wait_for(lambda: avoided(fleet, elsewhere()) == (), "the node answers again", 60.0)
+    for seed in seeds:
+        wait_for_all(other.load, seed, 8)
 
 
 def test_a_frozen_local_manager(fleet, engine, other):
@@ -236,7 +247,7 @@ def damage(path: Path, how: str) -> None:
 
 def test_damaged_shared_objects_are_gone_for_everyone(make_fleet, engine_here, engine_on, tmp_path):
     settings = {"name": "damaged", "shared_url": f"file://{tmp_path}"}
-    seeds = {"deleted": (1, Miss.ABSENT), "truncated": (2, Miss.CORRUPT), "flipped": (3, Miss.CORRUPT)}
+    seeds = {"deleted": (1, Miss.EVICTED), "truncated": (2, Miss.CORRUPT), "flipped": (3, Miss.CORRUPT)}
     fleet = make_fleet(**settings)
     engine: Engine = engine_here(fleet)
     for seed, _ in seeds.values():

@@ -1,18 +1,32 @@
-"""A whole node of a fleet is lost."""
+"""Nodes of a fleet are lost, join, leave and are replaced; a node's object store is full."""
 
 from __future__ import annotations
 
 import os
 import signal
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from ray._private.state import available_resources_per_node
 
 import kvfleet
 from kvfleet import Fleet, FleetConfig
-from kvfleet.node.messages import Source
-from tests.cluster.engine_process import MIB, Engine, elsewhere, fleet_actors, here, manager_process, on
+from kvfleet.node.messages import Miss, Source
+from tests.cluster.engine_process import (
+    MIB,
+    Answer,
+    Engine,
+    elsewhere,
+    fleet_actors,
+    here,
+    manager_process,
+    node_status,
+    on,
+    spilled_bytes,
+)
 from tests.conftest import wait_for
 
 
@@ -74,3 +88,72 @@ def test_a_lost_node(fresh_cluster, arena_root, make_fleet, engine_here, engine_
     os.kill(manager_process("plain", here()), signal.SIGKILL)
     wait_for(lambda: not list(arena_root.glob(f"kvfleet-*/*-{gone}")), "its arenas are gone", 60.0)
     wait_for(lambda: not plain.fleet.status().silent, "the manager is back")
+
+
+class Hoard:
+    """Objects that somebody else keeps in Ray's object store."""
+
+    def __init__(self) -> None:
+        self.refs: list[Any] = []
+
+    def put(self, num_objects: int) -> None:
+        """Keep so many objects of 16 MiB, all of them in memory."""
+        self.refs = [ray.put(np.ones(16 * MIB, np.uint8)) for _ in range(num_objects)]
+        assert all(ray.get(ref)[-1] == 1 for ref in self.refs)
+
+
+def test_others_objects_are_not_spilled_for_us(ray_cluster, make_fleet, engine_here, engine_on):
+    """A node whose object store others have filled to 75 % sends nothing, and is asked again when there is room."""
+    fleet = make_fleet(load_timeout_s=10.0)
+    engine, other = engine_here(fleet), engine_on(fleet, elsewhere())
+    assert engine.store(1, 48).published
+    hoard: Any = ray.remote(Hoard).options(**on(here())).remote()
+    spilled = spilled_bytes()
+    ray.get(hoard.put.remote(12), timeout=60)  # 192 of 256 MiB
+    wait_for(lambda: available_resources_per_node()[here()]["object_store_memory"] < 65 * MIB, "Ray says so")
+    answer = other.load(1, 48)
+    assert (answer.num_blocks, answer.outcomes[0]) == (0, Miss.UNREACHABLE)
+    assert spilled_bytes() == spilled
+    ray.get(hoard.put.remote(0), timeout=60)
+
+    def came() -> bool:
+        answer: Answer = other.load(1, 48)
+        return answer.num_blocks == 48
+
+    wait_for(came, "the node sends again")
+    assert spilled_bytes() == spilled
+    ray.kill(hoard)
+
+
+def test_nodes_join_leave_and_are_replaced(fresh_cluster, make_fleet, engine_here, engine_on, tmp_path):
+    fleet = make_fleet(name="moving", shared_url=f"file://{tmp_path}")
+    engine, arenas = engine_here(fleet), Path(fleet.config.arena_root)
+    assert engine.store(1, 8).published
+    gone: list[str] = []
+    for turn in (0, 1):
+        raylet = fresh_cluster.add_node(num_cpus=2, object_store_memory=256 * MIB, include_dashboard=False)
+        node = raylet.node_id
+        joined = engine_on(fleet, node)
+        answer = joined.load(1, 8)  # the node's manager starts with its first client
+        assert (answer.num_blocks, answer.wrong, answer.sources) == (8, (), {Source.PEER: 8})
+        assert not [name for name in gone if list(arenas.glob(f"kvfleet-*/*-{name}"))]
+        seeds = [10 * turn + number for number in (10, 11)]
+        for seed in seeds:
+            assert joined.store(seed, 8).published
+        assert engine.load(seeds[0], 8).sources == {Source.PEER: 8}
+        status = node_status(fleet, node)
+        assert status is not None
+        assert (status.blocks, status.draining, status.audit) == (24, False, ())
+
+        assert fleet.drain(node[:16]).left_blocks == 0
+        assert joined.store(99, 8).reason == "draining"
+        fresh_cluster.remove_node(raylet)
+        gone.append(node)
+
+        def from_shared(seed: int = seeds[1]) -> bool:
+            answer: Answer = engine.load(seed, 8)
+            assert not answer.wrong
+            return answer.sources.get(Source.SHARED) == 8
+
+        wait_for(from_shared, "what only the node had comes from the shared tier", 60.0)
+        assert engine.load(seeds[0], 8).sources == {Source.DRAM: 8}

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kvfleet.cli import explain
 from kvfleet.cli.console import parse_bytes, plain_errors, show_bytes
 from kvfleet.cli.main import app
-from kvfleet.cli.status import directory_line, nodes_table
+from kvfleet.cli.status import as_dict, directory_line, misses_table, nodes_table, notes, requests_table
 from kvfleet.core.directory import DirectoryStats, NodeId, NodeStats
+from kvfleet.core.outcomes import Miss
+from kvfleet.core.totals import Totals
 from kvfleet.errors import ConfigError
 from kvfleet.fleet import FleetStatus
 from kvfleet.node.directory import DirectoryStatus
-from kvfleet.node.manager import NodeStatus
+from kvfleet.node.status import NodeStatus
+from kvfleet.node.tallies import Request
 
 
 def test_help_names_the_subcommands():
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for name in ("up", "down", "status", "demo", "bench"):
+    for name in ("up", "down", "status", "explain", "drain", "demo", "bench"):
         assert f" {name} " in result.output
 
 
@@ -60,23 +69,146 @@ def test_errors_become_one_line(capsys, error, line):
     assert capsys.readouterr().err.startswith(line)
 
 
-def test_status_shows_every_node():
-    well = NodeStatus("aaaaaaaaaaaa", 1, "", capacity_bytes=1 << 30, used_bytes=3 << 20, blocks=1234)
-    ill = NodeStatus("bbbbbbbbbbbb", 0, "too little memory")
-    console = Console(width=160)
+TOTALS = Totals(
+    lookups=12,
+    asked_blocks=1000,
+    outcomes={"dram": 400, "peer": 200, "evicted": 300, "too_slow": 1, "unclaimed": 99},
+    bytes_by_source={"dram": 3 << 30},
+)
+WELL = NodeStatus(
+    "aaaaaaaaaaaa", 1, "", capacity_bytes=128 << 30, used_bytes=96 << 30, blocks=123_456, evicted_blocks=1_234_567,
+    saved_blocks=765_432, unsaved_blocks=12_345, sent_bytes=3 << 30, totals=TOTALS,
+)  # fmt: skip
+ODD = replace(
+    WELL, node_id="bbbbbbbbbbbb", draining=True, shared_problem="timed out", avoided=("cccccccccccc", "shared"),
+    audit=("slot 7 is nobody's",),
+)  # fmt: skip
+ILL = NodeStatus("dddddddddddd", 0, "too little memory")
+FLEET = FleetStatus("default", (WELL, ODD, ILL), ("eeeeeeeeeeee",), None)
+
+
+def shown(what: Any, width: int) -> dict[str, list[str]]:
+    """Rows of a table as printed, by their first word."""
+    console = Console(width=width)
     with console.capture() as capture:
-        console.print(nodes_table(FleetStatus("default", (well, ill), ("cccccccccccc",), None)))
-    row = {line.split()[1]: line for line in capture.get().splitlines() if line.count("│") == 11}
-    assert "3.0 MiB │ 1.0 GiB │  1,234" in row["aaaaaaaa"]
-    assert "too little memory" in row["bbbbbbbb"]
-    assert "did not answer" in row["cccccccc"]
+        console.print(what)
+    lines = capture.get().splitlines()
+    assert "…" not in capture.get()
+    return {words[0]: words[1:] for words in map(str.split, lines) if words}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_shows_every_node(width):
+    rows = shown(nodes_table(FLEET), width)
+    assert rows["node"] == ["dram", "fill", "blocks", "evicted", "saved", "unsaved", "sent"]
+    assert rows["aaaaaaaa"] == ["128.0", "GiB", "75.0%", "123,456", "1,234,567", "765,432", "12,345", "3.0", "GiB"]
+    assert rows["bbbbbbbb"] == rows["aaaaaaaa"]
+    assert rows["dddddddd"] == ["0", "B", "-", "0", "0", "0", "0", "0", "B"]
+    assert rows["eeeeeeee"] == ["?"] * 7
+
+
+def test_status_says_what_is_not_as_usual():
+    assert list(notes(FLEET)) == [
+        "bbbbbbbb: draining: it takes no stores; shared tier: timed out; does not ask cccccccc, shared: no answer; "
+        "slot 7 is nobody's",
+        "dddddddd: too little memory",
+        "eeeeeeee: its manager did not answer",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_shows_what_was_asked_for(width):
+    rows = shown(requests_table(FLEET), width)
+    assert rows["node"] == ["lookups", "asked", "hit", "dram", "peer", "shared", "unclaimed", "loaded"]
+    assert rows["aaaaaaaa"] == ["12", "1,000", "60.0%", "40.0%", "20.0%", "0.0%", "99", "3.0", "GiB"]
+    assert rows["dddddddd"] == ["0", "0", "-", "-", "-", "-", "0", "0", "B"]
+    assert rows["all"] == ["24", "2,000", "60.0%", "40.0%", "20.0%", "0.0%", "198", "6.0", "GiB"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_shows_why_blocks_did_not_come(width):
+    rows = shown(misses_table(FLEET.totals), width)
+    assert list(rows)[-3:] == ["evicted", "unclaimed", "too_slow"]
+    assert " ".join(rows["evicted"]) == "600 30.0% it was there, and had to make room"
+    assert " ".join(rows["too_slow"]) == "2 0.1% its holder sent nothing for too long"
 
 
 def test_status_tells_of_the_directory():
     nodes = (NodeStats(NodeId("n1"), epoch=1, seq=2, records=5, synced=True),)
-    stats = DirectoryStats(nodes, rows=12345, shared=7, refused=0, memory_bytes=0)
-    well = FleetStatus("default", (), (), DirectoryStatus(stats, shared_listed=False, lookups=1))
-    assert directory_line(well) == (
-        "directory: 12,345 records of 1 nodes, 7 in the shared tier; the shared tier is being listed"
+    stats = DirectoryStats(nodes, rows=12345, shared=7, refused=0, capacity=20_000, departed=0)
+    found = FleetStatus("default", (), (), DirectoryStatus(stats, shared_listed=False, lookups=1))
+    size = show_bytes(stats.memory_bytes)
+    assert directory_line(found) == (
+        f"directory: 12,345 of at most 20,000 records of 1 nodes in {size}; 7 in the shared tier; "
+        "the shared tier is being listed"
     )
+    full = replace(found, directory=DirectoryStatus(replace(stats, refused=9), shared_listed=True, lookups=1))
+    assert directory_line(full) == (
+        f"directory: 12,345 of at most 20,000 records of 1 nodes in {size}, 9 refused; 7 in the shared tier"
+    )
+    everything = json.loads(json.dumps(as_dict(full)))
+    assert everything["directory"]["stats"]["memory_bytes"] == stats.memory_bytes
     assert "did not answer" in directory_line(FleetStatus("default", (), (), None))
+
+
+def test_json_has_everything():
+    everything = json.loads(json.dumps(as_dict(FLEET)))
+    assert everything["totals"]["asked_blocks"] == 2000
+    assert everything["nodes"][0]["totals"]["outcomes"]["evicted"] == 300
+    assert everything["nodes"][1]["draining"]
+
+
+REQUEST = Request(
+    asked_ns=1_700_000_000_000_000_000, label="chatcmpl-0123456789abcdef", block_tokens=16, block_bytes=1 << 20,
+    start_block=1, asked_blocks=11, hit_blocks=8, local=4, remote=2, shared=0, pending=1, missing=Miss.NEVER_STORED,
+    lookup_s=0.002, loaded=True, from_dram=4, from_peer=1, miss=Miss.TOO_SLOW, load_s=5.0,
+    first_key=bytes(range(16)), last_key=bytes(range(16, 32)),
+)  # fmt: skip
+FOUND = [
+    (NodeId("a" * 56), REQUEST),
+    (NodeId("b" * 56), replace(REQUEST, asked_ns=2, label="", miss=None, missing=None)),
+    (NodeId("c" * 56), replace(REQUEST, asked_ns=3, label="r3", loaded=False, miss=None)),
+]
+
+
+def printed(what: Any, width: int) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()
+
+
+def test_requests_are_listed():
+    wide = printed(explain.requests_table(FOUND), 130).splitlines()[2:]
+    assert [re.split(r" {2,}", line.strip())[1:] for line in wide] == [
+        ["aaaaaaaa", "chatcmpl-012…", "160", "112", "dram 4, peer 1",
+         "too_slow: its holder sent nothing for too long"],
+        ["bbbbbbbb", "10111213", "160", "112", "dram 4, peer 1"],
+        ["cccccccc", "r3", "160", "112", "not loaded", "never_stored: nobody has stored it"],
+    ]  # fmt: skip
+    narrow = printed(explain.requests_table(FOUND, in_words=False), 80).splitlines()
+    assert len(narrow) == 5
+    assert narrow[2].rstrip().endswith("dram 4, peer 1  too_slow")
+
+
+def test_a_request_is_shown_in_full():
+    assert [re.split(r" {2,}", line.strip()) for line in printed(explain.request_table(*FOUND[0]), 120).splitlines()][
+        2:
+    ] == [
+        ["node", "a" * 56],
+        ["asked for", "10 blocks of 16 tokens, from block 1 on"],
+        ["found", "7: 4 in this node's memory, 1 being written on this node, 2 on other nodes"],
+        ["missing", "3: never_stored: nobody has stored it"],
+        ["loaded", "5, 5.0 MiB: 4 from this node's memory, 1 from another node"],
+        ["not loaded", "2: too_slow: its holder sent nothing for too long"],
+        ["lookup took", "2.00 ms"],
+        ["load took", "5.00 s"],
+        ["keys", f"{bytes(range(16)).hex()} to {bytes(range(16, 32)).hex()}"],
+    ]
+    assert "not, or not yet" in printed(explain.request_table(*FOUND[2]), 80)
+
+
+def test_a_request_that_another_client_loaded_is_listed_once():
+    scheduler = replace(REQUEST, loaded=False, from_dram=0, from_peer=0, miss=None)
+    assert explain.merged([(FOUND[0][0], scheduler), FOUND[0], FOUND[2]]) == [FOUND[0], FOUND[2]]
+    assert json.loads(json.dumps(explain.as_dict(*FOUND[0])))["last_key"] == bytes(range(16, 32)).hex()

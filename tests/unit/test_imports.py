@@ -40,14 +40,21 @@ MAY_IMPORT_RAY = {
     "kvfleet.actors",
     "kvfleet.calls",
     "kvfleet.fleet",
+    "kvfleet.metrics",  # only where metrics are published
     "kvfleet.node.transport",
     # Ray Serve LLM.
     "kvfleet.connectors.serve",
     "kvfleet.connectors.serve_backend",
+    # The callers of this one are actors.
+    "kvfleet.bench.directory",
     # These two start raylets on this machine and place work on each.
     "kvfleet.bench.peer",
     "kvfleet.bench.vllm",
     "kvfleet.cli.demo_cluster",
+    # The simulated fleet takes Ray's place, and raises its errors.
+    "kvfleet.testing.actors",
+    "kvfleet.testing.stage",
+    "kvfleet.testing.streams",
 }
 
 HEAVY = {"pyarrow", "ray", "s3fs", "torch", "transformers", "vllm"}

@@ -45,13 +45,20 @@ class FakeClient:
     here: set[bytes] = field(default_factory=set)
     elsewhere: set[bytes] = field(default_factory=set)
     asked: list[tuple[int, int]] = field(default_factory=list)
+    counted: list[tuple[int, int, int]] = field(default_factory=list)
+    labels: set[str] = field(default_factory=set)
     fault: Miss | None = None
     hangs: bool = False
 
-    def lookup_local(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
+    def lookup_local(self, keys: bytes, *, start_block: int = 0, label: str = "") -> PrefixHit:
+        self.labels.add(label)
         return self._hit(keys, start_block, self.here, ())
 
-    def lookup_keys(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
+    def count(self, hit: PrefixHit) -> None:
+        self.counted.append((hit.start_block, hit.num_blocks, hit.asked_blocks))
+
+    def lookup_keys(self, keys: bytes, *, start_block: int = 0, label: str = "", counted: bool = True) -> PrefixHit:
+        assert not counted
         self.asked.append((start_block, len(keys) // KEY_BYTES))
         if self.hangs:
             raise HangingError
@@ -557,6 +564,8 @@ def test_decode_waits_for_what_prefill_is_storing(rig):
     rig.clock.now += 0.02
     assert rig.scheduling.matched_tokens(decode, 0) == 2 * BLOCK
     assert len(rig.client.asked) == 4
+    assert rig.client.counted == [(0, 0, 2), (0, 2, 2)], "one answer a request, the one that is used"
+    assert rig.client.labels == {"p", "d"}
 
 
 def test_decode_does_not_wait_for_ever(rig):

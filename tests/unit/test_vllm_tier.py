@@ -177,7 +177,10 @@ class FakeClient:
     may_load: threading.Event = field(default_factory=threading.Event)
     tasks: list[StoreTask] = field(default_factory=list)
 
-    def lookup_keys(self, keys: bytes, *, start_block: int = 0) -> PrefixHit:
+    def count(self, hit: PrefixHit) -> None:
+        assert hit.start_block == hit.num_blocks, "what was found is counted when it is loaded"
+
+    def lookup_keys(self, keys: bytes, *, start_block: int = 0, counted: bool = True) -> PrefixHit:
         if self.broken:
             raise RuntimeError("broken")
         asked = split(keys)

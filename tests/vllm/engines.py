@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from kvfleet.client import Client
-from kvfleet.hits import ClientStats
+from kvfleet.counts import ClientStats
 from tests.cluster.engine_process import on
 from tests.conftest import wait_for
 

@@ -22,7 +22,7 @@ from tests.vllm.engines import (
 )
 
 
-def test_cold_then_warm(first, plain):
+def test_cold_then_warm(fleet, first, plain):
     (cold,) = first.ask([PROMPT])
     assert (cold.text, cold.token_ids) == (plain[PROMPT].text, plain[PROMPT].token_ids)
     assert (cold.cached_tokens, fleet_tokens(first)) == (0, 0)
@@ -41,6 +41,15 @@ def test_cold_then_warm(first, plain):
     assert counted["vllm:kvfleet_blocks{outcome=dram}"] == blocks
     assert counted["vllm:kvfleet_saved_bytes"] == blocks * BLOCK_BYTES
     assert not [name for name in counted if "errors" in name or "dropped" in name]
+
+    # The scheduler has looked it up and a worker loaded it: one request, under vLLM's name for it.
+    totals = fleet.status().totals
+    assert (totals.outcomes["dram"], totals.outcomes.get("unclaimed", 0)) == (blocks, 0)
+    assert sum(totals.outcomes.values()) == totals.asked_blocks == 2 * blocks
+    told = [request for _, request in fleet.requests() if request.hit_blocks]
+    assert len({(request.asked_ns, request.label) for request in told}) == 1
+    assert told[0].label
+    assert [request.from_dram for request in told if request.loaded] == [blocks]
 
 
 def test_another_process_on_the_same_node(fleet, first, plain, start_engine, model):

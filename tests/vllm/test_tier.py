@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvfleet.config import MIB
+from kvfleet.counts import ClientStats
 from kvfleet.errors import ConfigError
-from kvfleet.hits import ClientStats
 from kvfleet.node.messages import Source
 from tests.cluster.engine_process import BLOCK_BYTES, MODEL, elsewhere, here
 from tests.conftest import SHARED_MEMORY, wait_for

@@ -181,8 +181,9 @@ class Lookups:
         scope, start, now = prompt.scope, prompt.start_block, self._now()
         assert scope is not None
         keys, deadline, quiet = self.keys(prompt, prompt.asked_blocks), now + self._timeout_s, now < self._quiet_until
+        label = prompt.request.request_id
         prompt.pending = self._asking.submit(
-            lambda job: self._found(job, scope, keys, start, None if quiet else deadline)
+            lambda job: self._found(job, scope, keys, start, None if quiet else deadline, label)
         )
 
     def keys(self, prompt: Prompt, blocks: int) -> bytes:
@@ -207,17 +208,17 @@ class Lookups:
         return Scope(adapter, word + own)
 
     def _found(
-        self, job: Job[PrefixHit], scope: Scope, keys: bytes, start: int, deadline: float | None
+        self, job: Job[PrefixHit], scope: Scope, keys: bytes, start: int, deadline: float | None, label: str
     ) -> PrefixHit | None:
         """What this node has, and before a deadline the fleet. `job` is told of the first before that is asked."""
         client = self._client(scope, deadline)
         if client is None:
             return None
         try:
-            job.result = local = client.lookup_local(keys, start_block=start)
+            job.result = local = client.lookup_local(keys, start_block=start, label=label)
             if local.num_blocks == local.asked_blocks or deadline is None or self._now() > deadline:
                 return local
-            return client.lookup_keys(keys, start_block=start)
+            return client.lookup_keys(keys, start_block=start, label=label, counted=False)
         except KvFleetError as error:
             self._failed("lookup", error)
             return job.result
@@ -257,7 +258,16 @@ class Lookups:
             prompt.pending, prompt.ask_again_at = None, now + _HANDED_OVER_POLL_S
             return False
         prompt.pending, prompt.hit = None, hit
+        self._count(prompt)
         return True
+
+    def _count(self, prompt: Prompt) -> None:
+        """Count the answer that is used, of all that the request may have had."""
+        assert self._clients is not None
+        assert prompt.scope is not None
+        client = self._clients.ready(prompt.scope)
+        if client is not None and prompt.hit is not None:
+            client.count(prompt.hit)
 
     def _more_to_come(self, prompt: Prompt, hit: PrefixHit | None, now: float) -> bool:
         """Whether another engine has said that it is storing more than was found."""

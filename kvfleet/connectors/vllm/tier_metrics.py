@@ -8,7 +8,7 @@ from types import MappingProxyType
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
 
-from kvfleet.hits import ClientStats
+from kvfleet.counts import ClientStats
 
 __all__ = ["TierMetrics"]
 

@@ -1,0 +1,164 @@
+"""What a fleet tells of itself through `ray.util.metrics`: Ray's own agents export it to Prometheus.
+
+Managers and the directory publish, each heartbeat; clients do not: their managers read their totals. All metrics have
+the label `fleet`, those of managers `node` (Ray's id) as well. Counters count what has happened since the process that
+publishes them was started, and begin again at 0 with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from kvfleet.node.directory import DirectoryStatus
+    from kvfleet.node.status import NodeStatus
+
+__all__ = ["METRICS", "Meter", "Metric", "RaySink", "Sink", "directory_values", "node_values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric: a counter if its name ends in `_total`, else a gauge.
+
+    Attributes:
+        unit: what it counts.
+        label: besides `fleet` and `node`; "" if none.
+        text: for Prometheus.
+    """
+
+    unit: str
+    label: str
+    text: str
+
+
+METRICS: Mapping[str, Metric] = {
+    "kvfleet_lookups_total": Metric("lookups", "", "Prompts that engines looked up."),
+    "kvfleet_asked_blocks_total": Metric("blocks", "", "Blocks that engines asked for."),
+    "kvfleet_blocks_total": Metric("blocks", "outcome", "Blocks asked for, by where they came from or why not."),
+    "kvfleet_loaded_bytes_total": Metric("bytes", "tier", "Bytes copied into engines' memory, by where they were."),
+    "kvfleet_stored_blocks_total": Metric("blocks", "", "Blocks that engines stored."),
+    "kvfleet_stored_bytes_total": Metric("bytes", "", "Bytes that engines stored."),
+    "kvfleet_dropped_blocks_total": Metric("blocks", "reason", "Blocks that stores gave up."),
+    "kvfleet_used_bytes": Metric("bytes", "tier", "Bytes in slots that hold or await a block."),
+    "kvfleet_capacity_bytes": Metric("bytes", "tier", "Size of a tier on the node."),
+    "kvfleet_held_blocks": Metric("blocks", "tier", "Blocks on the node."),
+    "kvfleet_unsaved_blocks": Metric("blocks", "", "Blocks that the shared tier does not have yet."),
+    "kvfleet_evicted_blocks_total": Metric("blocks", "tier", "Blocks that had to make room."),
+    "kvfleet_lost_blocks_total": Metric("blocks", "", "Of those, blocks without a copy in the shared tier."),
+    "kvfleet_saved_blocks_total": Metric("blocks", "", "Blocks written to the shared tier."),
+    "kvfleet_save_failures_total": Metric("writes", "", "Writes to the shared tier that failed."),
+    "kvfleet_sent_bytes_total": Metric("bytes", "", "Bytes sent to other nodes."),
+    "kvfleet_resyncs_total": Metric("inventories", "", "Whole inventories sent to the directory."),
+    "kvfleet_directory_rows": Metric("rows", "", "Records that the directory knows."),
+    "kvfleet_directory_rows_max": Metric("rows", "", "Records that the directory takes at most."),
+    "kvfleet_directory_bytes": Metric("bytes", "", "Memory of the directory, estimated."),
+    "kvfleet_directory_nodes": Metric("nodes", "", "Nodes that the directory knows."),
+    "kvfleet_directory_refused_rows_total": Metric("rows", "", "Records that the directory had no room for."),
+    "kvfleet_directory_lookups_total": Metric("lookups", "", "Lookups that the directory answered."),
+}
+"""Every metric: `kvfleet_<noun>_<unit>[_total]`."""
+
+Values: TypeAlias = Mapping[tuple[str, str], float]
+"""(metric, its own label's value or "") → gauge, or a counter's total."""
+
+
+def node_values(status: NodeStatus) -> dict[tuple[str, str], float]:
+    """What a manager publishes."""
+    totals = status.totals
+    values: dict[tuple[str, str], float] = {
+        ("kvfleet_lookups_total", ""): totals.lookups,
+        ("kvfleet_asked_blocks_total", ""): totals.asked_blocks,
+        ("kvfleet_stored_blocks_total", ""): totals.stored_blocks,
+        ("kvfleet_stored_bytes_total", ""): totals.stored_bytes,
+        ("kvfleet_used_bytes", "dram"): status.used_bytes,
+        ("kvfleet_capacity_bytes", "dram"): status.capacity_bytes,
+        ("kvfleet_held_blocks", "dram"): status.blocks,
+        ("kvfleet_unsaved_blocks", ""): status.unsaved_blocks,
+        ("kvfleet_evicted_blocks_total", "dram"): status.evicted_blocks,
+        ("kvfleet_lost_blocks_total", ""): status.lost_blocks,
+        ("kvfleet_saved_blocks_total", ""): status.saved_blocks,
+        ("kvfleet_save_failures_total", ""): status.save_failures,
+        ("kvfleet_sent_bytes_total", ""): status.sent_bytes,
+        ("kvfleet_resyncs_total", ""): status.resyncs,
+    }
+    values |= {("kvfleet_blocks_total", name): n for name, n in totals.outcomes.items() if name != "unclaimed"}
+    values |= {("kvfleet_loaded_bytes_total", source): n for source, n in totals.bytes_by_source.items()}
+    values |= {("kvfleet_dropped_blocks_total", reason): n for reason, n in totals.dropped_blocks.items()}
+    return values
+
+
+def directory_values(status: DirectoryStatus) -> dict[tuple[str, str], float]:
+    """What the directory publishes."""
+    stats = status.stats
+    return {
+        ("kvfleet_directory_rows", ""): stats.rows,
+        ("kvfleet_directory_rows_max", ""): stats.capacity,
+        ("kvfleet_directory_bytes", ""): stats.memory_bytes,
+        ("kvfleet_directory_nodes", ""): len(stats.nodes),
+        ("kvfleet_directory_refused_rows_total", ""): stats.refused,
+        ("kvfleet_directory_lookups_total", ""): status.lookups,
+    }
+
+
+class Sink:
+    """Where metrics go: nowhere. Neither call raises or waits."""
+
+    def add(self, name: str, labels: Mapping[str, str], number: float) -> None:
+        """Increase a counter by a positive number."""
+
+    def set(self, name: str, labels: Mapping[str, str], number: float) -> None:
+        """Give a gauge a new value."""
+
+
+class Meter:
+    """Tells a sink of totals what has been added since it was told last.
+
+    Args:
+        labels: of all metrics.
+        before: totals of an earlier process, which has told of them.
+    """
+
+    def __init__(self, sink: Sink, labels: Mapping[str, str], before: Values | None = None) -> None:
+        self._sink = sink
+        self._labels = labels
+        self._told = dict(before or {})
+
+    def tell(self, values: Values) -> None:
+        """Publish gauges and increments. A total that has become smaller counts from there."""
+        for (name, value), number in values.items():
+            label = METRICS[name].label
+            labels = {**self._labels, label: value} if label else self._labels
+            if not name.endswith("_total"):
+                self._sink.set(name, labels, number)
+                continue
+            more = number - self._told.get((name, value), 0)
+            self._told[name, value] = number
+            if more > 0:
+                self._sink.add(name, labels, more)
+
+
+class RaySink(Sink):
+    """Ray's metrics of this process, which must be one of Ray's workers."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Any] = {}
+
+    def _metric(self, name: str, labels: Mapping[str, str]) -> Any:  # noqa: ANN401  a counter or a gauge
+        from ray.util import metrics
+
+        if name not in self._metrics:
+            kind = metrics.Counter if name.endswith("_total") else metrics.Gauge
+            self._metrics[name] = kind(name, METRICS[name].text, tuple(labels))
+        return self._metrics[name]
+
+    @override
+    def add(self, name: str, labels: Mapping[str, str], number: float) -> None:
+        self._metric(name, labels).inc(number, dict(labels))
+
+    @override
+    def set(self, name: str, labels: Mapping[str, str], number: float) -> None:
+        self._metric(name, labels).set(number, dict(labels))
