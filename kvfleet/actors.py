@@ -45,11 +45,13 @@ __all__ = [
     "get_manager",
     "live_nodes",
     "manager_actor",
+    "successor",
 ]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _DIRECTORY = "directory"
+_HEAD = "node:__internal_head__"  # a resource that Ray gives its head node
 _CONCURRENCY = 256  # calls at once in an actor, streams included; more wait their turn
 
 
@@ -61,6 +63,18 @@ def directory_namespace(fleet: str) -> str:
 def live_nodes() -> frozenset[NodeId]:
     """Ray node ids of all live nodes."""
     return frozenset(NodeId(node["NodeID"]) for node in _nodes() if node["Alive"])
+
+
+def successor(node: str) -> NodeId:
+    """A node itself, or if Ray knows it for dead, the one that lives at its address now."""
+    nodes = _nodes()
+    known = next((entry for entry in nodes if entry["NodeID"] == node and not entry["Alive"]), None)
+    if known is not None:
+        address = known["NodeManagerAddress"]
+        for entry in nodes:
+            if entry["Alive"] and entry["NodeManagerAddress"] == address:
+                return NodeId(entry["NodeID"])
+    return NodeId(node)
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -109,10 +123,9 @@ def _remote(actor: type) -> Any:  # noqa: ANN401  Ray makes the class's methods 
     return ray.remote(actor)
 
 
-def directory_actor(config: FleetConfig, near: str) -> ActorHandle[Any]:
-    """The fleet's directory, started if there is none: on node `near` while that lives, else anywhere."""
-    strategy = NodeAffinitySchedulingStrategy(near, soft=True)
-    options = _options(config.name, _DIRECTORY, strategy)
+def directory_actor(config: FleetConfig) -> ActorHandle[Any]:
+    """The fleet's directory, started if there is none: on the head node, without which there is no cluster anyway."""
+    options = _options(config.name, _DIRECTORY) | {"resources": {_HEAD: 0.001}}
     handle: ActorHandle[Any] = _remote(_DirectoryActor).options(**options).remote(config)
     return handle
 
@@ -120,12 +133,12 @@ def directory_actor(config: FleetConfig, near: str) -> ActorHandle[Any]:
 def manager_actor(config: FleetConfig, node: str) -> ActorHandle[Any]:
     """The manager of a Ray node, started if there is none."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    options = _options(config.name, _manager_name(node), strategy)
+    options = _options(config.name, _manager_name(node)) | {"scheduling_strategy": strategy}
     handle: ActorHandle[Any] = _remote(_ManagerActor).options(**options).remote(config)
     return handle
 
 
-def _options(fleet: str, name: str, strategy: NodeAffinitySchedulingStrategy) -> dict[str, Any]:
+def _options(fleet: str, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "namespace": directory_namespace(fleet),
@@ -134,7 +147,6 @@ def _options(fleet: str, name: str, strategy: NodeAffinitySchedulingStrategy) ->
         "max_restarts": -1,
         "num_cpus": 0,
         "max_concurrency": _CONCURRENCY,
-        "scheduling_strategy": strategy,
     }
 
 

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 from typing_extensions import override
 
-from kvfleet.actors import find_directory, find_manager, first_line, get_directory, manager_actor
+from kvfleet.actors import find_directory, find_manager, first_line, get_directory, manager_actor, successor
 from kvfleet.attachment import DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.breaker import Breaker
@@ -96,19 +96,20 @@ class _Actor:
 class ManagerCalls(ManagerPort):
     """A client's calls to the manager of its node, which it starts if need be, as long as the fleet runs.
 
-    A load does not wait for a manager that shows no sign of life: it costs the first request some heartbeats, those
+    No load or hold waits for a manager that shows no sign of life: it costs the first request some heartbeats, those
     after it nothing.
     """
 
     def __init__(self, config: FleetConfig, node: str) -> None:
         self._config = config
-        self._node = node
+        self._node = NodeId(node)
         self._manager = _Actor(self._find)
         self._pulse: Pulse | None = None
 
     def _find(self, timeout_s: float) -> ActorHandle[Any]:
         fleet = self._config.name
-        return find_manager(fleet, NodeId(self._node)) or manager_actor(_read_config(fleet, timeout_s), self._node)
+        self._node = successor(self._node)  # this process may outlive its raylet
+        return find_manager(fleet, self._node) or manager_actor(_read_config(fleet, timeout_s), self._node)
 
     @override
     def attach(self, timeout_s: float) -> Attachment:
@@ -128,6 +129,7 @@ class ManagerCalls(ManagerPort):
 
     @override
     def hold(self, request: HoldRequest, timeout_s: float) -> int:
+        self._check_pulse("hold")
         return self._call("hold", (request,), timeout_s)  # type: ignore[no-any-return]
 
     @override
@@ -141,7 +143,7 @@ class ManagerCalls(ManagerPort):
         stream = None
         try:
             with self._errors("load", request.timeout_s):
-                self._check_pulse()
+                self._check_pulse("load")
                 method = self._manager.handle(request.timeout_s).load.options(
                     num_returns="streaming", _generator_backpressure_num_objects=1
                 )
@@ -162,11 +164,11 @@ class ManagerCalls(ManagerPort):
         while not ray.wait([stream], timeout=min(_left(deadline), self._config.heartbeat_s), fetch_local=False)[0]:
             if not _left(deadline):
                 raise TimeoutError
-            self._check_pulse()
+            self._check_pulse("load")
 
-    def _check_pulse(self) -> None:
+    def _check_pulse(self, name: str) -> None:
         if self._pulse is not None and not self._pulse.beats(time.monotonic()):
-            raise TierUnavailableError("dram", "load: the node's manager shows no sign of life")
+            raise TierUnavailableError("dram", f"{name}: the node's manager shows no sign of life")
 
     def _call(self, name: str, args: tuple[object, ...], timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
         deadline = time.monotonic() + timeout_s + _GRACE_S

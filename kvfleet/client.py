@@ -49,7 +49,7 @@ class Client:
 
     Threads: any. Forking: make clients after the fork.
     Blocking: `lookup` at most `lookup_timeout_s`, twice that until the node is attached; `load` at most its deadline
-    plus one block's copy; `store` never.
+    plus one block's copy and 0.25 s for an answer to arrive; `store` never.
     """
 
     def __init__(

@@ -54,7 +54,8 @@ class FleetConfig:
         load_timeout_s: default deadline of `client.load`.
         store_timeout_s: deadline of a store's calls, counted from when its turn comes.
         attach_timeout_s: longest wait for a node's manager to start or restart.
-        holder_timeout_s: longest wait for the next window from one holder before another source is tried.
+        holder_timeout_s: longest wait for the next window from one holder before another source is tried; also for
+            a block that is being written, for a client that does not copy, and for the answer to a probe.
         shared_timeout_s: longest wait for one read or write of a shared object.
         store_queue_bytes_max: bytes of stores a client may have waiting; more are dropped and counted.
         reserve_fraction: largest reservation of one client, as a share of the arena. Bigger stores are done in
@@ -69,7 +70,8 @@ class FleetConfig:
         inventory_page_records: records in one page of an inventory, and most changes in one message. Small, as lookups
             wait while the directory takes one in: 2 ms for 2,000.
         delta_interval_s: longest time a change waits before it is told to the directory.
-        heartbeat_s: how often a manager compares its digest with the directory's and looks for dead writers.
+        heartbeat_s: how often a manager compares its digest with the directory's, looks for dead clients and shows
+            that it lives: without a sign for three of these, loads do not wait for it.
         listing_records_max: objects of the shared tier that one listing reports at most.
     """
 

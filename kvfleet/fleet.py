@@ -254,7 +254,7 @@ def start(config: FleetConfig | None = None, *, address: str | None = None) -> F
     config = config or FleetConfig()
     fleet = Fleet(config, owns_ray=_join_ray(address))
     joins = actors.find_directory(config.name) is not None
-    actors.directory_actor(config, _here())
+    actors.directory_actor(config)
     try:
         if running_config(config.name, config.attach_timeout_s) != config:
             joins = True  # if not before, then another process was faster just now

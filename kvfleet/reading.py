@@ -12,7 +12,7 @@ from kvfleet.core.directory import Run
 from kvfleet.errors import DeadlineExceededError, KvFleetError
 from kvfleet.hits import PrefixHit
 from kvfleet.node.arena import Arena
-from kvfleet.node.messages import Bytes, LoadRequest, Miss, Namespace, Outcome, Source
+from kvfleet.node.messages import Bytes, LoadProgress, LoadRequest, Miss, Namespace, Outcome, Source
 from kvfleet.node.records import ORDERED
 
 __all__ = ["Reading"]
@@ -72,8 +72,34 @@ class Reading:
         """Have the manager bring the blocks from the next one on, and copy them as they come."""
         if self._missed:
             return
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            self.outcomes.append(Miss.DEADLINE)
+            return
+        try:
+            with closing(manager.load(self._request(namespace, num_bytes, left_s))) as steps:
+                for step in steps:
+                    self._step(step)
+                    if self._missed:
+                        return
+        except KvFleetError as error:
+            if self.complete:
+                return  # it was only the end of the stream that did not come
+            self.error = error
+        if not self.complete:
+            late = isinstance(self.error, DeadlineExceededError)
+            self.outcomes.append(Miss.DEADLINE if late else Miss.MANAGER_UNAVAILABLE)
+
+    def _step(self, step: LoadProgress) -> None:
+        """Copy what came, and note what did not."""
+        came = [outcome for outcome in step.outcomes if isinstance(outcome, Source)]
+        self._copy(came)
+        if not self._missed and len(came) < len(step.outcomes):
+            self.outcomes.append(step.outcomes[len(came)])
+
+    def _request(self, namespace: Namespace, num_bytes: int, left_s: float) -> LoadRequest:
         head, stop = self._next, self._hit.num_blocks
-        request = LoadRequest(
+        return LoadRequest(
             namespace=namespace,
             keys=self._hit.keys_of(head, stop),
             parent=self._hit.keys_of(head - 1, head) if head else b"",
@@ -85,24 +111,8 @@ class Reading:
                 for run in self._hit.runs
                 if run.stop > head
             ),
-            timeout_s=max(0.0, self._deadline - time.monotonic()),
+            timeout_s=left_s,
         )
-        try:
-            with closing(manager.load(request)) as steps:
-                for step in steps:
-                    came = [outcome for outcome in step.outcomes if isinstance(outcome, Source)]
-                    self._copy(came)
-                    if not self._missed and len(came) < len(step.outcomes):
-                        self.outcomes.append(step.outcomes[len(came)])
-                    if self._missed:
-                        return
-        except KvFleetError as error:
-            if self.complete:
-                return  # it was only the end of the stream that did not come
-            self.error = error
-        if not self.complete:
-            late = isinstance(self.error, DeadlineExceededError)
-            self.outcomes.append(Miss.DEADLINE if late else Miss.MANAGER_UNAVAILABLE)
 
     def _copy(self, sources: list[Source]) -> None:
         """Copy the next blocks, which are in the arena, and check each one's generation after its copy."""

@@ -75,6 +75,7 @@ class Rig:
         self.faults: dict[str, Fault] = {}
         self.directory: DirectoryService | None = None
         self.managers: dict[int, TierManager] = {}
+        self.live: set[NodeId] = set()  # all that were ever started
         self.dead: set[NodeId] = set()
         self._dying: set[int] = set()
         self._killers: set[asyncio.Future[None]] = set()
@@ -113,7 +114,7 @@ class Rig:
         """Start the directory, or put an empty one in place of the old one."""
 
         async def start() -> DirectoryService:
-            return DirectoryService(self.config, lambda: frozenset(map(self.node_id, range(9))) - self.dead)
+            return DirectoryService(self.config, lambda: frozenset(self.live) - self.dead)
 
         self.stop_directory()
         self.directory = self.run(start())
@@ -132,6 +133,7 @@ class Rig:
 
         wait_for(lambda: number not in self._dying, f"node {number} is dead")
         self._tasks[number], self._streams[number] = set(), set()
+        self.live.add(self.node_id(number))
         manager: TierManager = self.run(start())
         self.managers[number] = manager
         assert manager._node is not None, manager._problem

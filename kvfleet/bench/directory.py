@@ -138,7 +138,7 @@ def running_directory(address: str | None, num_records: int, num_blocks: int) ->
     if joins:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
     here = ray.get_runtime_context().get_node_id()
-    directory = directory_actor(config, here)
+    directory = directory_actor(config)
     node = _start(_Node, directory, NodeId(here), num_records, config.inventory_page_records)
     nothing = _start(_Nothing, Located((Run(0, num_blocks, (NodeId(here),), False),), None))
     callers = tuple(_start(_Callers, num_records, num_blocks) for _ in range(_CALLER_ACTORS))

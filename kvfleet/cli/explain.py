@@ -12,6 +12,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvfleet.cli.console import Address, Name, plain_errors, show_bytes
 from kvfleet.core.outcomes import Miss, Source
@@ -46,7 +47,7 @@ def explain(
     console = Console()
     if not found:
         begins = f" whose label or key begins with {request!r}" if request else ""
-        console.print(f"no request{begins} is remembered", highlight=False)
+        console.print(f"no request{begins} is remembered", markup=False, emoji=False, highlight=False)
     elif not request:
         console.print(requests_table(found, in_words=console.width >= _WIDE))
     for node, one in found if request else ():
@@ -79,7 +80,7 @@ def requests_table(found: Sequence[tuple[NodeId, Request]], *, in_words: bool = 
         table.add_row(
             f"{_time(request):%H:%M:%S}",
             node[:8],
-            request.label or request.last_key.hex()[:8],
+            Text(request.label or request.last_key.hex()[:8]),
             f"{(request.asked_blocks - request.start_block) * request.block_tokens:,}",
             f"{(request.hit_blocks - request.start_block) * request.block_tokens:,}",
             _came(request),
@@ -94,7 +95,7 @@ def request_table(node: NodeId, request: Request) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for row in _rows(node, request):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -69,7 +69,7 @@ def show_nodes(console: Console, found: FleetStatus) -> None:
     """The table of nodes, and what there is to say about each."""
     console.print(nodes_table(found))
     for line in notes(found):
-        console.print(line, highlight=False)
+        console.print(line, markup=False, emoji=False, highlight=False)
 
 
 def _table(title: str, *columns: str, last: str = "") -> Table:

@@ -77,6 +77,7 @@ class Directory:
         self._nodes: dict[NodeId, _Node] = {}
         self._by_bit: dict[int, NodeId] = {}
         self._left: dict[NodeId, int] = {}  # last epochs of nodes that were dropped
+        self._expected: frozenset[NodeId] | None = None
 
     def apply(self, delta: Delta) -> Applied:
         """Take in a node's changes.
@@ -131,6 +132,8 @@ class Directory:
 
     def drop_node(self, node_id: NodeId) -> None:
         """Forget what a dead node held; an unknown one is fine. If it lives after all, an inventory brings it back."""
+        if self._expected is not None:
+            self._expected -= {node_id}
         node = self._nodes.pop(node_id, None)
         if node is None:
             return
@@ -140,6 +143,10 @@ class Directory:
         self._left[node_id] = node.epoch
         if len(self._left) > _EPOCHS_MAX:
             del self._left[next(iter(self._left))]
+
+    def expect(self, nodes: frozenset[NodeId]) -> None:
+        """Name the nodes that may hold something, whether they have spoken or not; in place of those named before."""
+        self._expected = nodes
 
     def locate(self, keys: bytes, shard: int, num_shards: int) -> list[Run]:
         """Where the blocks of a prefix are, up to the first that nobody has whole.
@@ -175,13 +182,15 @@ class Directory:
     def why(self, key: bytes, num_shards: int) -> Miss:
         """Why nobody has a block whole, of which `locate` found that.
 
-        NEVER_STORED is said only while it is certain: all nodes have told what they hold, and nothing was forgotten.
+        NEVER_STORED is said only while it is certain: all nodes that are expected to, and all others that have spoken,
+        have told what they hold, and nothing was forgotten. Before it is known who is expected it is not.
         """
         for shard in range(num_shards):
             reason = self._rows.why(key + shard.to_bytes(2, "little"))
             if reason is not None:
                 return reason
-        told = bool(self._nodes) and all(node.synced for node in self._nodes.values())
+        told = self._nodes and self._expected is not None and self._nodes.keys() >= self._expected
+        told = told and all(node.synced for node in self._nodes.values())
         return Miss.NEVER_STORED if told and self._rows.departures.complete else Miss.UNKNOWN
 
     def shared_among(self, records: bytes) -> bytes:

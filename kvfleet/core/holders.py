@@ -13,6 +13,7 @@ __all__ = ["Holders"]
 
 _FIRST_PAUSE_S = 0.5
 _PAUSE_MAX_S = 5.0
+_RELAPSE_PAUSE_MAX_S = 60.0
 _FORGET_S = 300.0
 _SUSPECTS_MAX = 1024
 
@@ -22,7 +23,9 @@ class _Suspect:
     """A holder that has failed.
 
     Attributes:
-        avoided: False while it is only doubted.
+        avoided: False while it is only doubted, or has answered.
+        recovered: it has answered a probe. It stays remembered until it has sent blocks.
+        relapses: how often it failed after that.
         named_s: when it was last named as a holder, or failed, to within 5 minutes.
         named: since then.
         pause_s: before the next probe, if this one fails.
@@ -34,14 +37,17 @@ class _Suspect:
     pause_s: float
     due: float
     named: bool = False
+    recovered: bool = False
+    relapses: int = 0
 
 
 class Holders:
     """Holders that are avoided until they answer a probe, and the bytes that are on their way from each.
 
     A holder that fails costs whoever waits for it; nobody is to wait for it again before it has answered something
-    cheap. Probes come 0.5 s after the failure, then after pauses that double up to 5 s. A holder that nobody names for
-    5 minutes is forgotten: a node that is gone is not probed for ever.
+    cheap. Probes come 0.5 s after the failure, then after pauses that double up to 5 s. One that answers and then fails
+    again is left alone for longer each time, up to a minute. A holder that nobody names for 5 minutes is forgotten: a
+    node that is gone is not probed for ever.
 
     Bounded: at most 1024 of them are remembered; the one that failed first is forgotten for another.
 
@@ -63,11 +69,18 @@ class Holders:
 
     def failed(self, node: NodeId, now: float) -> None:
         """A holder failed or was slow: it is avoided from now on."""
-        self._suspect(node, now, now + _FIRST_PAUSE_S).avoided = True
+        suspect = self._suspect(node, now, now + _FIRST_PAUSE_S)
+        if suspect.recovered:
+            suspect.recovered = False
+            suspect.relapses += 1
+            suspect.due = now + min(_RELAPSE_PAUSE_MAX_S, _FIRST_PAUSE_S * 4**suspect.relapses)
+        suspect.avoided = True
 
     def doubted(self, node: NodeId, now: float) -> None:
         """A holder sent nothing to one who could not wait long: it is probed at once, and used meanwhile."""
-        self._suspect(node, now, now)
+        suspect = self._suspect(node, now, now)
+        if suspect.recovered:
+            suspect.recovered, suspect.due = False, now
 
     def _suspect(self, node: NodeId, now: float, due: float) -> _Suspect:
         if node not in self._suspects:
@@ -78,7 +91,18 @@ class Holders:
 
     def answered(self, node: NodeId) -> None:
         """A probe had an answer: the holder is used again."""
-        self._suspects.pop(node, None)
+        suspect = self._suspects.get(node)
+        if suspect is None or not (suspect.avoided or suspect.relapses):
+            self._suspects.pop(node, None)
+        else:
+            suspect.avoided, suspect.recovered = False, True
+            suspect.pause_s, suspect.due = _FIRST_PAUSE_S, float("inf")
+
+    def worked(self, node: NodeId) -> None:
+        """A holder has sent what was asked of it: if it failed before, that is forgotten."""
+        suspect = self._suspects.get(node)
+        if suspect is not None and suspect.recovered:
+            del self._suspects[node]
 
     def due(self, now: float) -> list[NodeId]:
         """Holders to be probed now. Each is due again only after `unanswered`."""
@@ -95,7 +119,7 @@ class Holders:
     def unanswered(self, node: NodeId, now: float) -> None:
         """A probe had no answer: the holder is avoided, and probed again after a longer pause."""
         suspect = self._suspects.get(node)
-        if suspect is not None:
+        if suspect is not None and not suspect.recovered:
             suspect.avoided = True
             suspect.pause_s = min(_PAUSE_MAX_S, 2 * suspect.pause_s)
             suspect.due = now + suspect.pause_s

@@ -86,8 +86,12 @@ class Placement:
 
     def pending(self, key: BlockKey, shard: int) -> bool:
         """Whether the record is being written."""
+        return self.writing(key, shard) is not None
+
+    def writing(self, key: BlockKey, shard: int) -> int | None:
+        """The slot of a record that is being written."""
         record = self._residents.record(key, shard)
-        return record is not None and not record.committed
+        return record.slot if record is not None and not record.committed else None
 
     def records(self) -> list[Evicted]:
         """All committed records."""

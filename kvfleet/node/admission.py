@@ -60,11 +60,12 @@ class Admitter:
             granted += [Granted(left[g.index], g.slot, g.generation, g.offset) for g in got.granted]
             already += [left[i] for i in got.already]
             left = [left[i] for i in got.refused]
+            move = self._begin(got.transfers) if got.transfers else None  # whatever becomes of this reservation
             remaining = deadline - now()
             if not left or remaining <= 0 or not self._dram.fits(blocks[0].block.num_bytes):
                 break
-            if got.transfers:
-                await self._wait_for_move(got.transfers, remaining)
+            if move is not None:
+                await asyncio.wait({move}, timeout=remaining)
             elif self._dram.placement.in_transfer:
                 await self.changed(remaining)
             elif not patient:
@@ -78,9 +79,9 @@ class Admitter:
         """Wait for the moves that nobody waits for."""
         await asyncio.gather(*self._moving, return_exceptions=True)
 
-    async def _wait_for_move(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
+    def _begin(self, transfers: Sequence[Transfer]) -> asyncio.Future[None]:
         """Move blocks down, whether or not the one who wanted the room still waits for it."""
         move = asyncio.ensure_future(self._move(transfers))
         self._moving.add(move)
         move.add_done_callback(self._moving.discard)
-        await asyncio.wait({move}, timeout=timeout_s)
+        return move

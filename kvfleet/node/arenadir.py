@@ -1,7 +1,7 @@
 """Where arenas live: private directories, the locks in them, and what is left of dead nodes.
 
     <arena_root>/kvfleet-<uid>/<fleet>-<ray_node_id>/
-        arena  lock  node.json  clients/<client_id>  departed  namespaces/
+        arena  lock  node.json  clients/<client_id>  departed  draining  namespaces/
 
 A lock (`flock`) is a sign of life that needs no pid: it works across containers, and the kernel drops it with the
 last process that has the file open, however that dies.

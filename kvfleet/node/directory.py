@@ -1,7 +1,8 @@
 """The fleet's directory as a service: the core's `Directory`, the shared listing's election, dead nodes out.
 
-Restarted, it is empty and serves at once; managers send their inventories when it does not know them. Large messages
-are taken in one at a time, with lookups in between, however many managers send them.
+Restarted, it is empty and serves at once; managers send their inventories when it does not know them. Until all live
+nodes have done so, it does not say `NEVER_STORED`; a node without a manager is waited for some seconds (`_FIRST_WORD_S`).
+Large messages are taken in one at a time, with lookups in between, however many managers send them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.directory import Applied, Delta, Directory, DirectoryStats, InventoryPage, NodeId
 from kvfleet.metrics import Meter, Sink, directory_values
 from kvfleet.node.messages import Located
-from kvfleet.node.publishing import DeltaReply
-from kvfleet.node.waiting import now
+from kvfleet.node.publishing import CALL_TIMEOUT_S, DeltaReply
+from kvfleet.node.waiting import now, within
 
 __all__ = ["DirectoryService", "DirectoryStatus"]
 
 _log = logging.getLogger(__name__)
 _LISTING_GRACE_S = 600.0  # a node that was asked to list and says nothing for so long is given up
+_RAY_TIMEOUT_S = 5.0  # a longer answer of Ray's control plane is waited for again, a heartbeat later
+# A live node that says nothing for so long after a start has no manager. One that has speaks each heartbeat; but its
+# call to the directory before this one may have to time out first, and the next one may be late.
+_FIRST_WORD_HEARTBEATS = 3
+_FIRST_WORD_S = 2 * CALL_TIMEOUT_S
 _SMALL_RECORDS = 200  # taken in as it comes: 0.2 ms
 _WAITING_MAX = 64  # of the calls that the actor takes at once: lookups have the rest
 
@@ -68,7 +74,9 @@ class DirectoryService:
         self._meter = Meter(sink or Sink(), {"fleet": config.name})
         self._turn = asyncio.Lock()
         self._waiting = 0  # for it, or at it
-        self._watch = asyncio.create_task(self._drop_dead_nodes())
+        self._asked: tuple[tuple[NodeId, ...], asyncio.Future[frozenset[NodeId]]] | None = None
+        self._silent_from: float | None = None  # who has not spoken by then has no manager
+        self._watch = asyncio.create_task(self._tend())
 
     async def config(self) -> FleetConfig:
         """The settings the fleet was started with."""
@@ -134,19 +142,44 @@ class DirectoryService:
             self._lister, self._lister_until = node, now() + _LISTING_GRACE_S
         return node == self._lister
 
-    async def _drop_dead_nodes(self) -> None:
+    async def _tend(self) -> None:
+        """Every heartbeat: publish metrics, follow which nodes live. What goes wrong is tried again at the next."""
         while True:
+            for step in (self._publish, self._follow_nodes):
+                try:
+                    await step()
+                except Exception as error:  # noqa: BLE001  Ray may be away for a while, and nobody supervises this task
+                    _log.warning("the directory's heartbeat: %r", error)
             await asyncio.sleep(self._config.heartbeat_s)
-            self._meter.tell(directory_values(await self.status()))
-            known = [node.node for node in self._directory.stats().nodes]  # asked first: later ones may be news to Ray
-            try:
-                live = await asyncio.to_thread(self._live_nodes)
-            except Exception as error:  # noqa: BLE001  Ray's own control plane may be away for a while
-                _log.info("live nodes not known: %s", error)
-                continue
-            for node in known:
-                if node not in live:
-                    _log.info("node %s is gone", node)
-                    self._directory.drop_node(node)
-                    if node == self._lister:
-                        self._lister = None
+
+    async def _publish(self) -> None:
+        self._meter.tell(directory_values(await self.status()))
+
+    async def _follow_nodes(self) -> None:
+        """Forget what dead nodes held; expect all live ones to speak, for as long as those with a manager may take."""
+        known, live = await self._nodes()
+        for node in known:
+            if node not in live:
+                _log.info("node %s is gone", node)
+                self._directory.drop_node(node)
+                if node == self._lister:
+                    self._lister = None
+        if self._silent_from is None:
+            self._silent_from = now() + _FIRST_WORD_S + _FIRST_WORD_HEARTBEATS * self._config.heartbeat_s
+        self._directory.expect(live if now() < self._silent_from else frozenset())
+
+    async def _nodes(self) -> tuple[tuple[NodeId, ...], frozenset[NodeId]]:
+        """The nodes that are known, and those that Ray said afterwards are alive.
+
+        Raises:
+            asyncio.TimeoutError: Ray does not answer. It is not asked anew before it has: no threads pile up.
+        """
+        if self._asked is None:
+            known = tuple(node.node for node in self._directory.stats().nodes)  # first: later ones may be news to Ray
+            self._asked = known, asyncio.get_running_loop().run_in_executor(None, self._live_nodes)
+        known, answer = self._asked
+        try:
+            return known, await within(_RAY_TIMEOUT_S, asyncio.shield(answer))
+        finally:
+            if answer.done():
+                self._asked = None

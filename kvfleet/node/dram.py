@@ -208,6 +208,11 @@ class DramTier:
         """Slots that clients have reserved."""
         return sum(map(len, self._reserved.values()))
 
+    def writing(self, key: BlockKey, shard: int) -> int | None:
+        """The generation under which a record is being written, None if it is not."""
+        slot = self.placement.writing(key, shard)
+        return None if slot is None else self._records.record(slot).generation
+
     def abort_all(self, client_id: int) -> int:
         """Take back all that a client has reserved. Returns how many slots that were."""
         slots = dict(self._reserved.get(client_id, {}))

@@ -203,6 +203,7 @@ async def land(
                 if part.start == 0 and not await landing.open(part.index, patient=False):
                     for index in await landing.flush():  # so that the client can let go of these
                         yield index
+                    landing.check()
                     if not await slots.pace.room(patience_s):
                         return
                     await landing.open(part.index, patient=True)
@@ -211,6 +212,7 @@ async def land(
             del window  # borrowed: given back before the next one is awaited
             for index in await landing.flush():
                 yield index
+            landing.check()
     finally:
         landing.abort()
 
@@ -224,6 +226,7 @@ class _Landing:
         self._executor = executor
         self._open: list[_Filling] = []  # in order; only the last one may lack parts
         self._steps: list[tuple[_Filling, WindowPart]] = []
+        self._bad: _Filling | None = None
 
     async def open(self, index: int, *, patient: bool) -> bool:
         """Get block `index` of the windows a slot. False, without patience: no room now."""
@@ -255,7 +258,10 @@ class _Landing:
         self._steps.append((filling, part))
 
     async def flush(self) -> list[int]:
-        """Copy what was added; verify the blocks that are complete and make them visible. Their indexes."""
+        """Copy what was added; verify the blocks that are complete and make them visible. Their indexes.
+
+        Of blocks that are complete, those in front of a bad one: they came. Then `check` raises.
+        """
         steps, self._steps = self._steps, []
         if steps:
             await settle(self._executor, lambda: _take_all(steps))
@@ -264,12 +270,22 @@ class _Landing:
         while self._open and self._open[0].num_bytes == self._slots.request.num_bytes:
             filling = self._open[0]
             if filling.granted is not None and filling.hasher.intdigest() != filling.checksum:
-                raise CorruptBlockError("peer", f"block {self._slots.keys[filling.index].hex()} has another checksum")
+                self._bad = filling
+                break
             self._open.pop(0)
             if filling.granted is not None:
                 self._slots.commit(filling.granted, filling.checksum)
             landed.append(filling.index)
         return landed
+
+    def check(self) -> None:
+        """See that no block was bad.
+
+        Raises:
+            CorruptBlockError: the one behind those that the last `flush` returned is.
+        """
+        if self._bad is not None:
+            raise CorruptBlockError("peer", f"block {self._slots.keys[self._bad.index].hex()} has another checksum")
 
     def abort(self) -> None:
         """Give back the slots of blocks that did not get all their parts."""

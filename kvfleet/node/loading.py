@@ -41,6 +41,8 @@ __all__ = ["Loader"]
 _log = logging.getLogger(__name__)
 _OURS = {Miss.NO_ROOM, Miss.DEADLINE, Miss.EVICTED}  # no other holder would help
 
+_STUCK_MAX = 4096
+
 Flight = asyncio.Future[Source | None]
 """A block on its way; resolves to where it came from, None if it did not come."""
 
@@ -69,6 +71,7 @@ class Loader:
         self.config = config
         self.executor = executor
         self.flights: dict[tuple[BlockKey, int], Flight] = {}
+        self.stuck: dict[tuple[BlockKey, int], int | None] = {}  # generations whose writers were waited for in vain
         self.shared_reads = None if shared is None else SharedReads(shared, peers, publisher, executor, config)
         self.blocks: Counter[Outcome] = Counter()
         self.num_bytes: Counter[Source] = Counter()
@@ -120,8 +123,8 @@ class _Load:
     async def _produce(self) -> None:
         try:
             while len(self._outcomes) < len(self._keys):
-                await self._slots.pace.room(self._slots.left_s)
-                miss = await self._bring(len(self._outcomes))
+                has_room = await self._slots.pace.room(self._slots.left_s)
+                miss = await self._bring(len(self._outcomes)) if has_room else Miss.DEADLINE
                 if miss is not None:
                     self._arrivals.add(miss)
                     return
@@ -141,11 +144,28 @@ class _Load:
                 if source is not None and self._arrivals.add_resident(source):
                     return None
             elif self._slots.pending(index):
-                if not await self._slots.settled(index, self._loader.config.holder_timeout_s):
-                    return Miss.TOO_SLOW if self._slots.left_s else Miss.DEADLINE
+                miss = await self._await_writer(index)
+                if miss is not None:
+                    return miss
             else:
                 return await self._fly(self._run_of(index))
         return None
+
+    async def _await_writer(self, index: int) -> Miss | None:
+        """Wait for a block that is being written; why in vain, or None. For a stuck writer only one load waits."""
+        record, stuck = (self._keys[index], self._request.shard), self._loader.stuck
+        generation = self._loader.dram.writing(*record)
+        if stuck.get(record) == generation:
+            return Miss.TOO_SLOW
+        if await self._slots.settled(index, self._loader.config.holder_timeout_s):
+            stuck.pop(record, None)
+            return None
+        if not self._slots.left_s:
+            return Miss.DEADLINE
+        if len(stuck) >= _STUCK_MAX:
+            del stuck[next(iter(stuck))]
+        stuck[record] = generation
+        return Miss.TOO_SLOW
 
     def _run_of(self, index: int) -> Run:
         """The blocks from `index` on that nobody is bringing or writing, as far as they have the same holders."""
@@ -188,7 +208,7 @@ class _Load:
             if await self._where.ask(len(self._outcomes), timeout_s):
                 return None
         if self._loader.shared_reads is not None and miss is not Miss.DEADLINE:
-            got = await self._attempt(self._from_shared(self._loader.shared_reads, run.stop))
+            got = await self._attempt(self._from_shared(self._loader.shared_reads, run))
             if got is not Miss.EVICTED:
                 return got
         return miss or self._where.why_gone(len(self._outcomes))
@@ -266,9 +286,10 @@ class _Load:
                     return Miss.EVICTED
         return stream.miss
 
-    async def _from_shared(self, shared: SharedReads, stop: int) -> Miss | None:
-        """Bring blocks from the next one up to `stop` from the shared tier."""
-        async with aclosing(shared.bring(self._slots, len(self._outcomes), stop)) as outcomes:
+    async def _from_shared(self, shared: SharedReads, run: Run) -> Miss | None:
+        """Bring blocks from the next one to the end of a run from the shared tier."""
+        first = len(self._outcomes)
+        async with aclosing(shared.bring(self._slots, first, run.stop, told=run.shared)) as outcomes:
             async for outcome in outcomes:
                 if isinstance(outcome, Miss):
                     return outcome

@@ -113,7 +113,7 @@ class TierManager:
     async def reserve(self, request: ReserveRequest) -> ReserveReply:
         """Slots for blocks a client wants to store."""
         node = self._parts()
-        return node.refuse(request) if node.draining else await node.writers.reserve(request)
+        return await node.writers.reserve(request, draining=node.draining)
 
     async def commit(self, request: CommitRequest) -> CommitReply:
         """Make written slots visible, here and in the directory."""

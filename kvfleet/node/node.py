@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvfleet.config import MIB, FleetConfig
-from kvfleet.core.block import KEY_BYTES
 from kvfleet.metrics import Meter, Sink, node_values
 from kvfleet.node.admission import Admitter
 from kvfleet.node.arenadir import CLIENTS_DIR, NodeFile
@@ -20,7 +19,6 @@ from kvfleet.node.dram import DramTier
 from kvfleet.node.holds import Holds
 from kvfleet.node.listing import list_shared
 from kvfleet.node.loading import Loader
-from kvfleet.node.messages import ReserveReply, ReserveRequest
 from kvfleet.node.peers import Peers
 from kvfleet.node.publishing import DirectoryLink, Publisher
 from kvfleet.node.saving import Saver
@@ -117,10 +115,6 @@ class Node:
     async def _list(self, shared: SharedTier) -> None:
         await self.saver.works.wait()
         await list_shared(self.home.node_id, shared, self.publisher, self._link, self.config)
-
-    def refuse(self, request: ReserveRequest) -> ReserveReply:
-        """What a node that drains answers to a store."""
-        return ReserveReply(self.home.arena.arena_id, (), (), (), (), 0, len(request.keys) // KEY_BYTES, draining=True)
 
     async def leave(self, timeout_s: float, bytes_max: int | None) -> Drained:
         """See `TierManager.leave`."""

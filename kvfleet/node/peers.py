@@ -150,6 +150,8 @@ class PeerStream:
                     yield window
                     window = None
                     window = await anext(stream, None)
+            if self.miss is None:
+                holders.worked(self._node)
         except KvFleetError as error:
             _log.info("%s", error)
             self.miss = self._failed(error)

@@ -51,8 +51,15 @@ class SharedReads:
     async def _probe(self, timeout_s: float) -> None:
         await settle(self._executor, lambda: self._shared.probe(timeout_s))
 
-    async def bring(self, slots: BlockSlots, first: int, stop: int) -> AsyncGenerator[Outcome, None]:
+    async def bring(self, slots: BlockSlots, first: int, stop: int, *, told: bool) -> AsyncGenerator[Outcome, None]:
         """Read blocks [first, stop) of a load into the arena, several at once.
+
+        Args:
+            slots: of the load.
+            first: index of the first block.
+            stop: index after the last one.
+            told: the directory says that they are there: it is told of one that is not. Not otherwise: that might
+                overtake the news of who is just writing it.
 
         Yields:
             What became of each, in order, up to the first miss. A block with `Source.SHARED` is here, and held until
@@ -61,7 +68,7 @@ class SharedReads:
         Raises:
             DeadlineExceededError: no room in time.
         """
-        if SHARED_TIER in self._peers.holders.avoided:
+        if not self._peers.holders.order((SHARED_TIER,)):
             yield Miss.UNREACHABLE
             return
         reads: deque[tuple[int, _Read]] = deque()
@@ -72,7 +79,7 @@ class SharedReads:
                     granted = await self._reserve(slots, index, patient=not reads)
                     if granted is None:
                         break
-                    reads.append((index, asyncio.create_task(self._read(slots, index, granted))))
+                    reads.append((index, asyncio.create_task(self._read(slots, index, granted, told=told))))
                     index += 1
                 if not reads:
                     index += 1
@@ -114,14 +121,14 @@ class SharedReads:
         """Wait for the reads that no load waits for."""
         await asyncio.gather(*self._adopted, return_exceptions=True)
 
-    async def _read(self, slots: BlockSlots, index: int, granted: Granted) -> Miss | None:
+    async def _read(self, slots: BlockSlots, index: int, granted: Granted, *, told: bool) -> Miss | None:
         request, key = slots.request, slots.keys[index]
         record = record_id(key, request.shard)
         checksum: int | None = None
         try:
             num_shards, view = layout_of(request.namespace).num_shards, slots.view(granted)
             async with self._places:
-                if SHARED_TIER in self._peers.holders.avoided:
+                if not self._peers.holders.order((SHARED_TIER,)):
                     return Miss.UNREACHABLE
                 left_s, begun = slots.left_s, now()
                 checksum = await settle(
@@ -131,8 +138,10 @@ class SharedReads:
                     ),
                 )
             if checksum is None:
-                self._publisher.shared(record, present=False)
+                if told:
+                    self._publisher.shared(record, present=False)
                 return Miss.EVICTED
+            self._peers.holders.worked(SHARED_TIER)
         except (CorruptBlockError, LayoutMismatchError) as error:
             _log.warning("%s", error)
             self._publisher.shared(record, present=False)

@@ -40,21 +40,25 @@ class StoreRoom:
         """Whether so many more bytes let Ray spill nothing. Also True if it cannot be known."""
         if not self._limit_bytes:
             return True
-        if now() >= self._measured_at + _MEASURED_FOR_S:
-            self._measured_at = now()  # others go by the last measurement meanwhile
-            await self._measure()
+        if now() >= self._measured_at + _MEASURED_FOR_S and self._measuring is None:
+            self._measured_at = now()
+            await self._measure()  # others go by the last measurement meanwhile
         return self._used_bytes + num_bytes <= self._limit_bytes
 
     async def _measure(self) -> None:
-        """Measure, unless an earlier measurement still hangs."""
-        if self._measuring is None:
-            self._measuring = asyncio.ensure_future(asyncio.to_thread(self._used))
+        """Measure. One that takes long goes on, and until it ends nothing is known."""
+        self._measuring = asyncio.ensure_future(asyncio.to_thread(self._used))
+        self._measuring.add_done_callback(self._measured)
         await asyncio.wait({self._measuring}, timeout=_MEASURING_TIMEOUT_S)
-        self._used_bytes = 0
-        if not self._measuring.done():
+        if self._measuring is not None:
+            self._used_bytes = 0
             _log.info("use of the object store not known: no answer")
+
+    def _measured(self, measuring: asyncio.Future[int]) -> None:
+        self._measuring = None
+        self._used_bytes = 0
+        if measuring.cancelled():
             return
-        measuring, self._measuring = self._measuring, None
         try:
             self._used_bytes = measuring.result()
         except OSError as error:

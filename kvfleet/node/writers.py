@@ -33,8 +33,8 @@ class Writers:
         self._publisher = publisher
         self._sequences: dict[int, int] = {}
 
-    async def reserve(self, request: ReserveRequest) -> ReserveReply:
-        """See `ReserveRequest`.
+    async def reserve(self, request: ReserveRequest, *, draining: bool) -> ReserveReply:
+        """See `ReserveRequest`. A node that drains gives nothing, but takes back what the client had.
 
         Raises:
             TierUnavailableError: the request is not the client's newest: nothing is reserved for it.
@@ -46,6 +46,8 @@ class Writers:
         if self._dram.abort_all(client):
             self._admitter.freed()
         keys = split(request.keys)
+        if draining:
+            return ReserveReply(self._dram.arena.arena_id, (), (), (), (), 0, len(keys), draining=True)
         parents = [BlockKey(request.parent) if request.parent else None, *keys[:-1]]
         blocks = [
             Incoming(NewBlock(key, request.shard, parent, request.num_bytes), request.depth + i)
@@ -54,9 +56,10 @@ class Writers:
         got = await self._admitter.reserve(blocks, request.namespace, client, request.timeout_s, patient=False)
         self._publisher.refused(record_id(keys[i], request.shard) for i in got.refused)
         self._publisher.wake()
-        if self._sequences[client] != sequence:
+        if self._sequences.get(client) != sequence:
             for granted in got.granted:
                 self._dram.abort(granted.slot, granted.generation)
+            self._admitter.freed()
             raise TierUnavailableError("dram", f"request {sequence} of client {client:x} was overtaken")
         return ReserveReply(
             self._dram.arena.arena_id,

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from kvfleet.actors import _DirectoryLink
+from kvfleet.actors import _DirectoryLink, successor
 from kvfleet.calls import DirectoryCalls, ManagerCalls, running_config
 from kvfleet.config import FleetConfig
 from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, TierUnavailableError
@@ -20,6 +20,22 @@ from kvfleet.node.messages import Attachment
 
 FAILURES = [(GetTimeoutError(), 1), (ActorUnavailableError("restarting", None), 1), (ActorDiedError(), 2)]
 FIND = ["find_manager", "find_directory", "get_directory"]
+
+
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch):
+    monkeypatch.setattr("kvfleet.actors._nodes", lambda: [{"NodeID": "node", "Alive": True}])
+
+
+def test_a_client_that_outlives_its_raylet_goes_on_with_the_next_one_at_its_address(monkeypatch):
+    def entry(name: str, address: str, alive: bool) -> dict[str, Any]:
+        return {"NodeID": name, "NodeManagerAddress": address, "Alive": alive}
+
+    nodes = [entry("other", "10.0.0.2", True), entry("old", "10.0.0.1", False), entry("new", "10.0.0.1", True)]
+    monkeypatch.setattr("kvfleet.actors._nodes", lambda: nodes)
+    assert [successor(node) for node in ("old", "new", "unheard of")] == ["new", "new", "unheard of"]
+    nodes.pop()
+    assert successor("old") == "old"  # nothing there yet
 
 
 @pytest.mark.parametrize("call", ["locate", "attach", "config"])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from typing import Any
+
+from typing_extensions import override
 
 from kvfleet.config import MIB
 from kvfleet.core.block import split
+from kvfleet.core.directory import NodeId
 from kvfleet.core.outcomes import Miss
 from kvfleet.core.rows import Rows
+from kvfleet.metrics import Meter, Sink
+from kvfleet.node import directory as directory_module
 from kvfleet.node.dram import record_id
+from tests.conftest import wait_for
 from tests.rig import Rig
 from tests.workload import kv, load, model, prompt, store
 
@@ -27,9 +35,12 @@ def rows(rig: Rig) -> Rows:
 
 
 def spoken(rig: Rig) -> None:
-    """All managers have told the directory everything."""
+    """All managers have told the directory everything, and it knows which nodes live."""
     for number in rig.managers:
         assert rig.run(rig.part(number).publisher.flush(10))
+    assert rig.directory is not None
+    directory = rig.directory._directory
+    wait_for(lambda: directory._expected is not None, "Ray has said which nodes live")
 
 
 def test_it_says_why_a_block_is_missing(arena_root, wait_for_condition):
@@ -83,6 +94,28 @@ def test_a_directory_that_starts_again_does_not_know_what_was_before(arena_root)
         assert located(rig, prompt(5, 1)) == (0, Miss.UNKNOWN)
 
 
+def test_a_node_that_has_not_spoken_yet_may_hold_it(arena_root):
+    with Rig(arena_root, 2) as rig:
+        store(rig.client(SPEC, 1), prompt(5))
+        rig.kill(1)  # its node lives, and so does its arena
+        rig.start_directory()
+        spoken(rig)
+        assert located(rig, prompt(5)) == (0, Miss.UNKNOWN)
+        rig.start(1)
+        spoken(rig)
+        assert located(rig, prompt(5)) == (5, None)
+
+
+def test_a_node_without_a_manager_is_not_waited_for(arena_root, wait_for_condition, monkeypatch):
+    monkeypatch.setattr(directory_module, "_FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(directory_module, "_FIRST_WORD_HEARTBEATS", 1)
+    with Rig(arena_root) as rig:
+        rig.live.add(rig.node_id(1))
+        rig.start_directory()
+        spoken(rig)
+        wait_for_condition(lambda: located(rig, prompt(5)) == (0, Miss.NEVER_STORED), "node 1 has no manager")
+
+
 def test_rows_that_changed_by_themselves_are_put_right(arena_root, wait_for_condition):
     with Rig(arena_root, 2) as rig:
         client, keys = rig.client(SPEC), split(SPEC.keys(prompt(5)))
@@ -123,3 +156,55 @@ def test_a_node_that_ray_reports_dead_holds_nothing_one_heartbeat_later(arena_ro
         wait_for_condition(lambda: located(rig, prompt(4))[0] == 2, "node 0 is out")
         assert asked <= 2
         assert [node.node for node in rig.run(rig.at_directory("status")).stats.nodes] == [rig.node_id(1)]
+
+
+class BrokenSink(Sink):
+    """Takes no metrics."""
+
+    told = 0
+
+    @override
+    def set(self, name: str, labels: Mapping[str, str], number: float) -> None:
+        self.told += 1
+        raise RuntimeError("no metrics today")
+
+
+def test_a_node_is_dropped_whatever_goes_wrong_besides(arena_root, wait_for_condition):
+    with Rig(arena_root, 2) as rig:
+        store(rig.client(SPEC), prompt(4))
+        assert rig.directory is not None
+        rig.directory._meter = Meter(sink := BrokenSink(), {})
+        wait_for_condition(lambda: sink.told, "metrics have failed")
+        rig.kill(0)
+        rig.dead.add(rig.node_id(0))
+        wait_for_condition(lambda: located(rig, prompt(4))[0] == 0, "node 0 is out")
+
+
+def test_ray_that_does_not_answer_is_asked_once(arena_root, wait_for_condition, monkeypatch):
+    monkeypatch.setattr(directory_module, "_RAY_TIMEOUT_S", 0.01)
+    with Rig(arena_root, 2) as rig:
+        store(rig.client(SPEC), prompt(4))
+        spoken(rig)
+        assert rig.directory is not None
+        asked, answers = 0, threading.Event()
+
+        def live() -> frozenset[NodeId]:
+            nonlocal asked
+            asked += 1
+            assert answers.wait(30)
+            nodes: frozenset[NodeId] = frozenset(rig.live) - rig.dead
+            return nodes
+
+        rig.directory._live_nodes = live
+        rig.directory._meter = Meter(sink := BrokenSink(), {})
+        try:
+            wait_for_condition(lambda: asked, "Ray is asked")
+            before = sink.told
+            wait_for_condition(lambda: sink.told > before + 3, "the directory goes on")
+            assert asked == 1
+            rig.kill(0)
+            rig.dead.add(rig.node_id(0))
+            assert located(rig, prompt(4))[0] == 4
+        finally:
+            answers.set()
+        wait_for_condition(lambda: located(rig, prompt(4))[0] == 0, "Ray has answered")

@@ -121,6 +121,20 @@ def test_a_holder_without_the_block_or_with_wrong_bytes_is_not_avoided(arena_roo
         assert avoided(rig, 1) == ()
 
 
+def test_good_blocks_in_a_window_with_a_bad_one_came(arena_root):
+    with Rig(arena_root, 2, window_bytes_min=4 * MIB) as rig:
+        tokens = prompt(6)
+        store(rig.client(SPEC), tokens)
+        reader = rig.client(SPEC, 1)
+        arena = rig.part(0).home.arena
+        record = next(record for record in arena.records.live() if record.depth == 4)
+        arena.slot_view(record.offset, record.length)[77] ^= 1
+        got = load(reader, tokens)
+        assert rig.calls["0.window"] <= 2, "one window, and its end"
+        assert got.outcomes == (*(Source.PEER,) * 4, Miss.CORRUPT, Miss.BEHIND_MISS)
+        arena.slot_view(record.offset, record.length)[77] ^= 1
+
+
 def test_the_less_busy_of_two_holders_is_asked(arena_root):
     with Rig(arena_root, 3, **QUICK) as rig:
         prompts = [prompt(4, number) for number in range(2)]

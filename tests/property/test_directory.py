@@ -46,6 +46,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Directory(1000)
+        self.expected = set(NODES)
+        self.directory.expect(frozenset(self.expected))
         self.managers = {node: Manager() for node in NODES}
         self.believed: dict[NodeId, Belief] = {}
         self.left: dict[NodeId, int] = {}
@@ -173,6 +175,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(node=st.sampled_from(NODES))
     def die(self, node: NodeId) -> None:
         self.directory.drop_node(node)
+        self.expected.discard(node)
         belief = self.believed.pop(node, None)
         if belief is not None:
             self.left[node] = belief.epoch
@@ -213,6 +216,8 @@ class DirectoryMachine(RuleBasedStateMachine):
                     Miss.NOT_ADMITTED: self.refused,
                 }
                 if why is Miss.NEVER_STORED:
+                    assert self.believed.keys() >= self.expected
+                    assert all(belief.synced for belief in self.believed.values())
                     assert not missing & (self.heard_of | self.refused - visible)
                 else:
                     assert why is Miss.UNKNOWN or missing & reasons[why]

@@ -59,7 +59,7 @@ def test_a_fleet_is_seen_by_prometheus(fresh_cluster: object, arena_root: Path) 
             ("kvfleet_stored_blocks_total", node, ""): 4,
             ("kvfleet_used_bytes", node, "dram"): 4 * MIB,
             ("kvfleet_capacity_bytes", node, "dram"): 64 * MIB,
-            ("kvfleet_held_blocks", node, "dram"): 4,
+            ("kvfleet_resident_blocks", node, "dram"): 4,
             ("kvfleet_directory_rows", "", ""): 4,
             ("kvfleet_directory_lookups_total", "", ""): 2,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from kvfleet.cli import explain
 from kvfleet.cli.console import parse_bytes, plain_errors, show_bytes
 from kvfleet.cli.main import app
-from kvfleet.cli.status import as_dict, directory_line, misses_table, nodes_table, notes, requests_table
+from kvfleet.cli.status import as_dict, directory_line, misses_table, nodes_table, notes, requests_table, show_nodes
 from kvfleet.core.directory import DirectoryStats, NodeId, NodeStats
 from kvfleet.core.outcomes import Miss
 from kvfleet.core.totals import Totals
@@ -206,6 +207,24 @@ def test_a_request_is_shown_in_full():
         ["keys", f"{bytes(range(16)).hex()} to {bytes(range(16, 32)).hex()}"],
     ]
     assert "not, or not yet" in printed(explain.request_table(*FOUND[2]), 80)
+
+
+@pytest.mark.parametrize("label", ["a[/b]", "[bold]x", ":warning:", "[link=x]"])
+def test_labels_are_shown_as_they_are(label, monkeypatch, capsys):
+    labelled = [(NodeId("a" * 56), replace(REQUEST, label=label))]
+    assert label in printed(explain.requests_table(labelled), 130)
+    assert label in printed(explain.request_table(*labelled[0]), 130)
+    fleet = SimpleNamespace(requests=lambda request, limit: [])
+    monkeypatch.setattr("kvfleet.connect", lambda name, address: fleet)
+    explain.explain(label)
+    assert f"begins with {label!r} is remembered" in " ".join(capsys.readouterr().out.split())
+
+
+def test_status_shows_errors_as_they_are():
+    console = Console(width=200)
+    with console.capture() as capture:
+        show_nodes(console, FleetStatus("default", (replace(ILL, problem="[Errno 2] :x: [/dev/shm]"),), (), None))
+    assert "dddddddd: [Errno 2] :x: [/dev/shm]" in capture.get()
 
 
 def test_a_request_that_another_client_loaded_is_listed_once():

@@ -28,6 +28,7 @@ def whys(directory: Directory, *numbers: int, num_shards: int = 1) -> list[Miss]
 def young(*nodes: NodeId) -> Directory:
     """A directory that knows everything from the start: its nodes came empty."""
     directory = Directory(1000)
+    directory.expect(frozenset(nodes))
     for node in nodes:
         inventory(directory, node)
     return directory
@@ -167,6 +168,23 @@ def test_nobody_has_spoken_yet() -> None:
     assert directory.apply(Delta(A, 1, 1)) is Applied.NEED_INVENTORY
     assert whys(directory, 1) == [Miss.UNKNOWN]
     inventory(directory, A)
+    assert whys(directory, 1) == [Miss.UNKNOWN]  # there may be others
+    directory.expect(frozenset())
+    assert whys(directory, 1) == [Miss.NEVER_STORED]
+
+
+def test_one_that_has_not_spoken_may_have_it() -> None:
+    directory = young(A)
+    directory.expect(frozenset({A, B}))
+    assert whys(directory, 1) == [Miss.UNKNOWN]
+    assert directory.apply(Delta(B, 1, 1)) is Applied.NEED_INVENTORY
+    assert whys(directory, 1) == [Miss.UNKNOWN]
+    directory.expect(frozenset({A}))
+    assert whys(directory, 1) == [Miss.UNKNOWN]  # it has spoken: it has a manager
+    inventory(directory, B)
+    assert whys(directory, 1) == [Miss.NEVER_STORED]
+    directory.expect(frozenset({A, B}))
+    directory.drop_node(B)
     assert whys(directory, 1) == [Miss.NEVER_STORED]
 
 
@@ -188,6 +206,7 @@ def test_a_shared_tier_with_contents_had_a_past() -> None:
 
 def test_what_was_refused_may_be_there() -> None:
     directory = Directory(2)
+    directory.expect(frozenset({A}))
     inventory(directory, A)
     tell(directory, A, 1, added=records(1, 2, 3))
     assert whys(directory, 3, 4) == [Miss.UNKNOWN, Miss.UNKNOWN]
@@ -209,6 +228,7 @@ def test_what_is_on_its_way_may_be_there() -> None:
 def test_what_is_forgotten_is_not_said_to_be_new() -> None:
     directory = Directory(1000)
     directory._rows.departures = Departures(2)
+    directory.expect(frozenset({A}))
     inventory(directory, A)
     tell(directory, A, 1, added=records(1, 2, 3, 4))
     tell(directory, A, 2, removed=records(1, 2, 3))

@@ -22,7 +22,24 @@ def test_a_holder_that_failed_is_avoided_until_it_answers():
     assert holders.due(10.5) == [A]
     assert holders.due(99.0) == []  # a probe is under way
     holders.answered(A)
-    assert (holders.avoided, holders.due(99.0), holders.next_due()) == (frozenset(), [], math.inf)
+    assert (holders.avoided, holders.due(99.0)) == (frozenset(), [])
+    holders.worked(A)
+    assert holders.next_due() == math.inf
+
+
+def test_one_that_answers_and_fails_again_is_left_alone_for_longer_until_it_has_worked():
+    holders, now, pauses = Holders(NodeId("me")), 0.0, []
+    for _ in range(6):
+        holders.failed(A, now)
+        pauses.append(holders.next_due() - now)
+        now = holders.next_due()
+        assert holders.due(now) == [A]
+        holders.answered(A)
+        assert (holders.order([A]), holders.due(now)) == ([A], [])
+    assert pauses == [0.5, 2, 8, 32, 60, 60]
+    holders.worked(A)
+    holders.failed(A, now)
+    assert holders.next_due() == now + 0.5
 
 
 def test_pauses_between_probes_double_up_to_five_seconds():
@@ -36,6 +53,7 @@ def test_pauses_between_probes_double_up_to_five_seconds():
         assert holders.avoided == {A}
     assert pauses == [0.5, 1, 2, 4, 5, 5, 5, 5, 5]
     holders.answered(A)
+    holders.worked(A)
     holders.failed(A, now)
     assert holders.next_due() == now + 0.5
 

@@ -54,6 +54,13 @@ def nonzero(values: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], fl
     return {key: number for key, number in values.items() if number or not key[0].endswith("_total")}
 
 
+def test_a_node_tells_of_its_blocks():
+    values = node_values(replace(STATUS, reserved_blocks=2, held_bytes=30, avoided=("m", "shared")))
+    names = ("resident_blocks", "reserved_blocks", "held_bytes")
+    assert [values[f"kvfleet_{name}", "dram"] for name in names] == [4, 2, 30]
+    assert values["kvfleet_avoided_holders", ""] == 2
+
+
 def test_increments_add_up_to_totals():
     sink = Recorder()
     meter = Meter(sink, LABELS)
@@ -93,7 +100,7 @@ def test_names_are_formed_by_rule():
     assert told == METRICS.keys()
     for name, metric in METRICS.items():
         assert re.fullmatch(r"kvfleet(_[a-z]+)*_[a-z]+(_max|_total)?", name)
-        assert metric.unit in {"blocks", "bytes", "rows", "lookups", "nodes", "writes", "inventories"}
+        assert metric.unit in {"blocks", "bytes", "rows", "lookups", "nodes", "holders", "writes", "inventories"}
         assert metric.text.endswith(".")
 
 

@@ -298,6 +298,30 @@ def test_an_old_answer_is_asked_for_again(rig):
     assert rig.scheduling.matched_tokens(request, 0) == 3 * BLOCK
 
 
+def test_a_request_is_counted_once_however_long_it_waits(rig):
+    request = Request("r", hashes(12))
+    for _ in range(3):
+        assert rig.scheduling.matched_tokens(request, 0) == 0
+        rig.clock.now += 60.0
+    assert rig.client.counted == []
+    rig.client.elsewhere.update(keys(request)[:2])
+    assert rig.scheduling.matched_tokens(request, 0) == 2 * BLOCK
+    rig.scheduling.allocated(request, list(range(12)), 2 * BLOCK)
+    assert rig.client.counted == [(0, 2, 3)], "the answer that is used"
+    rig.scheduling.allocated(request, list(range(12)), 0)
+    assert rig.scheduling.matched_tokens(request, 0) == 2 * BLOCK
+    rig.scheduling.allocated(request, list(range(12)), 2 * BLOCK)
+    assert len(rig.client.counted) == 1, "a preempted request is the same request"
+
+
+def test_a_request_that_finds_nothing_is_counted_when_it_is_computed(rig):
+    request = Request("r", hashes(12))
+    assert rig.scheduling.matched_tokens(request, 0) == 0
+    rig.scheduling.allocated(request, list(range(12)), 0)
+    rig.scheduling.allocated(request, list(range(12)), 0)
+    assert rig.client.counted == [(0, 0, 3)]
+
+
 # loads
 
 
@@ -549,6 +573,7 @@ def test_after_a_reset_nothing_of_before_is_found(rig):
 def test_decode_waits_for_what_prefill_is_storing(rig):
     prefill = Request("p", hashes(8), kv_transfer_params={"do_remote_decode": True})
     admit(rig, prefill)
+    rig.scheduling.allocated(prefill, list(range(8)), 0)
     rig.scheduling.saves(step(new=[("p", 0, list(range(8)))], scheduled={"p": 128}))
     params = rig.scheduling.finished(prefill)
     assert params == {"do_remote_prefill": True, "do_remote_decode": False, "kvfleet_blocks": 2}
@@ -564,6 +589,7 @@ def test_decode_waits_for_what_prefill_is_storing(rig):
     rig.clock.now += 0.02
     assert rig.scheduling.matched_tokens(decode, 0) == 2 * BLOCK
     assert len(rig.client.asked) == 4
+    rig.scheduling.allocated(decode, list(range(8)), 2 * BLOCK)
     assert rig.client.counted == [(0, 0, 2), (0, 2, 2)], "one answer a request, the one that is used"
     assert rig.client.labels == {"p", "d"}
 

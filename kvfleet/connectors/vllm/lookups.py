@@ -58,6 +58,7 @@ class Prompt:
         reading: the adapter's scope, being read.
         pending: the fleet's answer under way.
         hit: the answer; None if there is none, or nothing can be found.
+        counted: an answer was used, and counted.
     """
 
     request: EngineRequest
@@ -72,6 +73,7 @@ class Prompt:
     reading: Job[Scope] | None = None
     pending: Job[PrefixHit] | None = None
     hit: PrefixHit | None = None
+    counted: bool = False
 
 
 class Lookups:
@@ -167,6 +169,17 @@ class Lookups:
         """Have the next `find` ask anew."""
         prompt.asked_blocks, prompt.hit, prompt.pending, prompt.ask_again_at = -1, None, None, None
 
+    def count(self, prompt: Prompt) -> None:
+        """The engine uses the answer: count it, of all that the prompt had in the queue. The first use counts."""
+        if prompt.counted or prompt.hit is None:
+            return
+        assert self._clients is not None
+        assert prompt.scope is not None
+        client = self._clients.ready(prompt.scope)
+        if client is not None:
+            client.count(prompt.hit)
+            prompt.counted = True
+
     def _ask(self, prompt: Prompt) -> None:
         """Look a prompt up, or first find out whose it is."""
         prompt.hit = prompt.pending = prompt.ask_again_at = None
@@ -258,16 +271,7 @@ class Lookups:
             prompt.pending, prompt.ask_again_at = None, now + _HANDED_OVER_POLL_S
             return False
         prompt.pending, prompt.hit = None, hit
-        self._count(prompt)
         return True
-
-    def _count(self, prompt: Prompt) -> None:
-        """Count the answer that is used, of all that the request may have had."""
-        assert self._clients is not None
-        assert prompt.scope is not None
-        client = self._clients.ready(prompt.scope)
-        if client is not None and prompt.hit is not None:
-            client.count(prompt.hit)
 
     def _more_to_come(self, prompt: Prompt, hit: PrefixHit | None, now: float) -> bool:
         """Whether another engine has said that it is storing more than was found."""

@@ -100,17 +100,18 @@ class Scheduling:
         return tracked
 
     def allocated(self, request: EngineRequest, engine_blocks: Sequence[int], external_tokens: int) -> None:
-        """VLLM has reserved engine blocks for what is to be loaded.
+        """VLLM schedules a request: it has reserved engine blocks for what is to be loaded.
 
         Args:
             request: for which `matched_tokens` had answered.
             engine_blocks: the request's whole table.
             external_tokens: how many tokens to load, behind those that the engine has.
         """
-        if external_tokens <= 0:
-            return
         tracked = self._tracked(request)
         prompt = tracked.prompt
+        self._lookups.count(prompt)
+        if external_tokens <= 0:
+            return
         first = prompt.computed_tokens // self._engine_block_tokens
         stop = (prompt.computed_tokens + external_tokens) // self._engine_block_tokens
         hit = None
