@@ -13,7 +13,7 @@ __all__ = ["Holders"]
 
 _FIRST_PAUSE_S = 0.5
 _PAUSE_MAX_S = 5.0
-_RELAPSE_PAUSE_MAX_S = 60.0
+_RELAPSE_PAUSE_MAX_S = 15.0
 _FORGET_S = 300.0
 _SUSPECTS_MAX = 1024
 
@@ -46,7 +46,7 @@ class Holders:
 
     A holder that fails costs whoever waits for it; nobody is to wait for it again before it has answered something
     cheap. Probes come 0.5 s after the failure, then after pauses that double up to 5 s. One that answers and then fails
-    again is left alone for longer each time, up to a minute. A holder that nobody names for 5 minutes is forgotten: a
+    again is left alone for longer each time, up to 15 s. A holder that nobody names for 5 minutes is forgotten: a
     node that is gone is not probed for ever.
 
     Bounded: at most 1024 of them are remembered; the one that failed first is forgotten for another.

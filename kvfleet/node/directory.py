@@ -1,7 +1,7 @@
 """The fleet's directory as a service: the core's `Directory`, the shared listing's election, dead nodes out.
 
 Restarted, it is empty and serves at once; managers send their inventories when it does not know them. Until all live
-nodes have done so, it does not say `NEVER_STORED`; a node without a manager is waited for some seconds (`_FIRST_WORD_S`).
+nodes have done so, it does not say `NEVER_STORED`; one without a manager is waited for some seconds (`_FIRST_WORD_S`).
 Large messages are taken in one at a time, with lookups in between, however many managers send them.
 """
 

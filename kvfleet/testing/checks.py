@@ -157,6 +157,8 @@ class Checks:
             return found
         for node in fleet.alive:
             found += [f"node {node.number}: {what}" for what in _busy(node)]
+            avoided = node.tier.peers.holders.avoided & {other.node_id for other in fleet.alive}
+            found += [f"node {node.number} still avoids {other}" for other in avoided]
         return found or [*self._rows(), *self._flags()]
 
     def _rows(self) -> Iterator[str]:

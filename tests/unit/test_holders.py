@@ -36,7 +36,7 @@ def test_one_that_answers_and_fails_again_is_left_alone_for_longer_until_it_has_
         assert holders.due(now) == [A]
         holders.answered(A)
         assert (holders.order([A]), holders.due(now)) == ([A], [])
-    assert pauses == [0.5, 2, 8, 32, 60, 60]
+    assert pauses == [0.5, 2, 8, 15, 15, 15]
     holders.worked(A)
     holders.failed(A, now)
     assert holders.next_due() == now + 0.5
