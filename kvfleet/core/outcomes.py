@@ -23,7 +23,7 @@ class Miss(str, Enum):
     EVICTED = "evicted"  # it was here or at its holder, and had to go; or it went during the copy
     HOLDER_LOST = "holder_lost"  # the node that had it is gone
     UNKNOWN = "unknown"  # one of these four: too long ago to be remembered
-    NO_ROOM = "no_room"  # the arena could not take it in time
+    NO_ROOM = "no_room"  # this node's arena or object store could not take it in time
     UNREACHABLE = "unreachable"  # holders or the shared tier failed, died or are known not to answer
     TOO_SLOW = "too_slow"  # its holder sent nothing for too long
     CORRUPT = "corrupt"  # bytes came, but not the block's

@@ -62,12 +62,17 @@ class Node:
         self.saver = Saver(self.dram, self.shared, self.publisher, link, config, self._save_threads)
         self._admitter = Admitter(self.dram, self.saver.move)
         self.saver.on_moved = self._admitter.freed
-        self.peers = Peers(home.node_id, make_transport(ByteBudget(half)), config.holder_timeout_s)
+        store = StoreRoom(place.object_store_bytes, place.object_store_used)
+        stream_bytes_max = min(half, (config.windows_in_flight + 1) * config.window_bytes_max)
+
+        async def fits(num_bytes: int) -> bool:
+            return await store.fits(min(num_bytes, stream_bytes_max))
+
+        self.peers = Peers(home.node_id, make_transport(ByteBudget(half)), fits, config.holder_timeout_s)
         self.loader = Loader(
             home.node_id, self.dram, self._admitter, self.peers,
             self.shared, self.publisher, link, config, self._threads,
         )  # fmt: skip
-        store = StoreRoom(place.object_store_bytes, place.object_store_used)
         self.server = Server(self.dram, self._admitter, ByteBudget(half), store, config)
         self.writers = Writers(self.dram, self._admitter, self.saver, self.publisher)
         self.holds = Holds(self.dram, self._admitter)

@@ -41,12 +41,16 @@ class Peers:
     Args:
         node: this one.
         transport: to the others.
+        fits: whether this node's object store has room for so many bytes on their way to it.
         timeout_s: longest wait for the answer to a probe.
     """
 
-    def __init__(self, node: NodeId, transport: Transport, timeout_s: float) -> None:
+    def __init__(
+        self, node: NodeId, transport: Transport, fits: Callable[[int], Awaitable[bool]], timeout_s: float
+    ) -> None:
         self.holders = Holders(node)
         self.transport = transport
+        self.fits = fits
         self._timeout_s = timeout_s
         self._special: dict[NodeId, Probe] = {}
         self._places = asyncio.Semaphore(_PROBES_MAX)
@@ -140,6 +144,9 @@ class PeerStream:
 
     async def windows(self) -> AsyncGenerator[Window, None]:
         """The windows that come. They are borrowed, as those of `Transport.fetch` are; raises nothing of ours."""
+        if not await self._peers.fits(self._total_bytes):
+            self.miss = Miss.NO_ROOM
+            return
         holders = self._peers.holders
         holders.began(self._node, self._total_bytes)
         try:

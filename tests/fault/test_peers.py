@@ -16,6 +16,7 @@ from kvfleet.core.block import split
 from kvfleet.core.directory import Run
 from kvfleet.errors import TierUnavailableError
 from kvfleet.node.messages import Located, Miss, Source
+from kvfleet.node.startup import NodePlace
 from tests.conftest import wait_for
 from tests.rig import Rig, failing, hanging
 from tests.workload import empty, kv, load, load_request, model, prompt, store
@@ -56,6 +57,27 @@ def test_a_bad_holder_is_asked_once_and_used_again_when_it_answers(arena_root, k
         wait_for(lambda: not avoided(rig, 1), "it answers")
         for tokens in prompts:
             assert load(reader, tokens) == len(tokens)
+
+
+def test_a_node_whose_object_store_is_full_asks_nobody_to_send(arena_root, monkeypatch):
+    """Others' objects would be spilled for it. What the shared tier has comes all the same."""
+    used = dict.fromkeys(range(2), 0)
+    place = NodePlace
+    numbers = iter(range(2))
+
+    def placed(*arguments: Any) -> Any:
+        number = next(numbers)
+        return place(*arguments, object_store_used=lambda: used[number])
+
+    monkeypatch.setattr("tests.rig.NodePlace", placed)
+    with Rig(arena_root, 2, **QUICK) as rig:
+        store(rig.client(SPEC), prompt(4))
+        reader = rig.client(SPEC, 1)
+        used[1] = 60 * MIB  # of 64
+        assert load(reader, prompt(4)).miss is Miss.NO_ROOM
+        assert (rig.calls["0.fetch"], avoided(rig, 1)) == (0, ())
+        used[1] = 0
+        wait_for(lambda: load(reader, prompt(4)) == 64, "it asks again")
 
 
 def test_loads_that_wait_for_a_bad_holder_give_up_together(arena_root):
