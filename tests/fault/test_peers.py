@@ -9,17 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvfleet.config import KIB, MIB
 from kvfleet.core.block import split
 from kvfleet.core.directory import Run
 from kvfleet.errors import TierUnavailableError
-from kvfleet.node.messages import Located, Miss, Source
+from kvfleet.node.landing import BlockSlots
+from kvfleet.node.messages import LoadRequest, Located, Miss, Source
 from kvfleet.node.startup import NodePlace
 from tests.conftest import wait_for
 from tests.rig import Rig, failing, hanging
-from tests.workload import empty, kv, load, load_request, model, prompt, store
+from tests.workload import block, empty, kv, load, load_request, model, namespace, prompt, store
 
 SPEC = model()
 QUICK: dict[str, Any] = {
@@ -353,3 +355,47 @@ def test_a_client_that_stops_copying_stops_nobody_else(arena_root, where):
             assert not loading.done()
             go_on.set()
             assert loading.result(20) == 20 * 16
+
+
+def test_a_load_that_is_late_while_its_client_has_enough_to_copy_ends(arena_root):
+    """It must not go round and round in the manager's loop, where nothing else would run."""
+    spec = model(1024)  # one block is a quarter of the arena
+    with Rig(arena_root, 2, dram_bytes=4 * MIB) as rig:
+        store(rig.client(spec), prompt(1))
+        keys = spec.keys(prompt(3))
+        runs = (Run(0, 3, (rig.node_id(1),), shared=False),)
+        request = LoadRequest(namespace(spec), keys, b"", 0, 0, spec.layout.block_bytes, runs, 0.0)
+
+        async def outcomes() -> list[Any]:
+            return [outcome async for step in rig.managers[0].load(request) for outcome in step.outcomes]
+
+        assert rig.run(outcomes(), 10)[-1] is Miss.DEADLINE
+
+
+def test_a_stuck_writer_costs_one_load_one_wait(arena_root, monkeypatch):
+    waits: list[int] = []
+    settled: Any = BlockSlots.settled
+
+    async def counted(slots: BlockSlots, index: int, timeout_s: float) -> Any:
+        waits.append(index)
+        return await settled(slots, index, timeout_s)
+
+    monkeypatch.setattr(BlockSlots, "settled", counted)
+    with Rig(arena_root, **QUICK) as rig:
+        writer, reader, tokens = rig.client(SPEC), rig.client(SPEC), prompt(4)
+        keys = split(SPEC.keys(tokens))
+        writing, go_on = threading.Event(), threading.Event()
+
+        def fill(index: int, view: Any) -> None:
+            np.copyto(view, block(SPEC, keys[index]))
+            writing.set()
+            assert go_on.wait(20)
+
+        task = writer.store(tokens, fill)
+        assert writing.wait(10)
+        for _ in range(3):
+            assert load(reader, tokens).miss is Miss.TOO_SLOW
+        assert waits == [0]
+        go_on.set()
+        assert task.wait(10).stored == 4
+        assert load(reader, tokens) == len(tokens)
