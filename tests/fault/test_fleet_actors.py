@@ -10,13 +10,23 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectFetchTimedOutError,
+    ObjectLostError,
+    OwnerDiedError,
+)
 
 from kvfleet.actors import _DirectoryLink, successor
 from kvfleet.calls import DirectoryCalls, ManagerCalls, running_config
 from kvfleet.config import FleetConfig
+from kvfleet.core.directory import NodeId
 from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, TierUnavailableError
-from kvfleet.node.messages import Attachment
+from kvfleet.node.messages import Attachment, FetchRequest
+from kvfleet.node.transport import ObjectStoreTransport
+from kvfleet.node.windows import ByteBudget
 
 FAILURES = [(GetTimeoutError(), 1), (ActorUnavailableError("restarting", None), 1), (ActorDiedError(), 2)]
 FIND = ["find_manager", "find_directory", "get_directory"]
@@ -172,3 +182,23 @@ def test_a_managers_link_too(monkeypatch, error, searches):
     finally:
         loop.close()
     assert len(found) == searches
+
+
+@pytest.mark.parametrize(
+    "error", [ObjectLostError("00", None, ""), OwnerDiedError("00", None, ""), ObjectFetchTimedOutError("00", None, "")]
+)
+def test_a_window_that_ray_loses_on_its_way_is_a_holder_that_failed(monkeypatch, error):
+    async def lost(stream: object) -> None:
+        raise error
+
+    async def fetch() -> None:
+        transport = ObjectStoreTransport(lambda node: MagicMock(), budget, holder_timeout_s=5.0, windows_in_flight=2)
+        request = FetchRequest(bytes(16), 0, 1 << 20, 5.0)
+        with pytest.raises(TierUnavailableError, match=type(error).__name__):
+            await anext(transport.fetch(NodeId("node"), request, 1 << 20))
+
+    budget, cancelled = ByteBudget(1 << 24), []
+    monkeypatch.setattr("kvfleet.node.transport._next_window", lost)
+    monkeypatch.setattr("ray.cancel", cancelled.append)
+    asyncio.run(fetch())
+    assert (budget.taken_bytes, len(cancelled)) == (0, 1)
