@@ -8,15 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfleet.client import Client
-from kvfleet.config import FleetConfig
+from kvfleet.config import DriveConfig, FleetConfig
 from kvfleet.core.layout import BlockLayout, ModelSpec
 from kvfleet.errors import (
     ConfigError,
     CorruptBlockError,
     DeadlineExceededError,
+    DirectoryAvoidedError,
     DirectoryUnavailableError,
     KvFleetError,
     LayoutMismatchError,
+    ManagerAvoidedError,
     StaleEpochError,
     TierError,
     TierFullError,
@@ -33,11 +35,14 @@ __all__ = [
     "ConfigError",
     "CorruptBlockError",
     "DeadlineExceededError",
+    "DirectoryAvoidedError",
     "DirectoryUnavailableError",
+    "DriveConfig",
     "Fleet",
     "FleetConfig",
     "KvFleetError",
     "LayoutMismatchError",
+    "ManagerAvoidedError",
     "ModelSpec",
     "PrefixHit",
     "StaleEpochError",

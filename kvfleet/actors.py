@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,33 +22,35 @@ from typing_extensions import override
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import Applied, Delta, InventoryPage, NodeId
-from kvfleet.errors import DirectoryUnavailableError, KvFleetError
+from kvfleet.core.mailbox import ObjectPage
+from kvfleet.errors import ConfigError, DirectoryUnavailableError, KvFleetError
 from kvfleet.metrics import RaySink
 from kvfleet.node.directory import DirectoryService
+from kvfleet.node.directorylink import Claimed, DeltaReply, DirectoryLink, ObjectRequest
 from kvfleet.node.manager import TierManager
 from kvfleet.node.messages import Located
-from kvfleet.node.publishing import DeltaReply, DirectoryLink
 from kvfleet.node.startup import NodePlace
 from kvfleet.node.transport import ObjectStoreTransport
 from kvfleet.node.waiting import within
 from kvfleet.node.windows import ByteBudget
 
 __all__ = [
-    "answer",
+    "collect",
     "directory_actor",
     "directory_namespace",
     "find_directory",
     "find_manager",
     "first_line",
-    "gather",
     "get_directory",
     "get_manager",
     "live_nodes",
     "manager_actor",
+    "managers",
+    "no_fleet",
     "successor",
 ]
 
-T = TypeVar("T")
+K = TypeVar("K")
 _log = logging.getLogger(__name__)
 _DIRECTORY = "directory"
 _HEAD = "node:__internal_head__"  # a resource that Ray gives its head node
@@ -167,6 +169,17 @@ def find_manager(fleet: str, node: NodeId) -> ActorHandle[Any] | None:
         return None
 
 
+def no_fleet(fleet: str) -> ConfigError:
+    """The error of whoever asks for a fleet that does not run."""
+    return ConfigError("", f"no fleet {fleet!r} is running here; `kvfleet up` starts one")
+
+
+def managers(fleet: str) -> dict[NodeId, ActorHandle[Any]]:
+    """The handles of all managers on live nodes, by node."""
+    found = {node: find_manager(fleet, node) for node in sorted(live_nodes())}
+    return {node: manager for node, manager in found.items() if manager is not None}
+
+
 def find_directory(fleet: str) -> ActorHandle[Any] | None:
     """The handle of a directory, None if there is none."""
     try:
@@ -196,12 +209,16 @@ class _DirectoryLink(DirectoryLink):
         return await self._call("inventory", timeout_s, page)  # type: ignore[no-any-return]
 
     @override
-    async def shared_among(self, records: bytes, timeout_s: float) -> bytes:
-        return await self._call("shared_among", timeout_s, records)  # type: ignore[no-any-return]
+    async def claim(self, node: NodeId, records: bytes, timeout_s: float) -> Claimed:
+        return await self._call("claim", timeout_s, node, records)  # type: ignore[no-any-return]
 
     @override
     async def listed(self, node: NodeId, life: int, timeout_s: float) -> bool:
         return await self._call("listed", timeout_s, node, life)  # type: ignore[no-any-return]
+
+    @override
+    async def objects(self, request: ObjectRequest, timeout_s: float) -> ObjectPage | None:
+        return await self._call("objects", timeout_s, request)  # type: ignore[no-any-return]
 
     @override
     async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Located:
@@ -229,17 +246,16 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0]
 
 
-def gather(calls: list[Any], timeout_s: float) -> list[Any]:
-    """Answers of those that answer in time."""
-    deadline = time.monotonic() + timeout_s + 1.0
-    answers = [answer(call, deadline) for call in calls]
-    return [given for given in answers if given is not None]
+def collect(calls: Mapping[K, Any], timeout_s: float) -> dict[K, Any]:
+    """The answers to those of some calls that end in time; None where a call failed."""
+    ended, _ = ray.wait(list(calls.values()), num_returns=max(1, len(calls)), timeout=timeout_s)
+    come = frozenset(ended)
+    return {key: _answer(call) for key, call in calls.items() if call in come}
 
 
-def answer(call: Any, deadline: float) -> Any:  # noqa: ANN401  whatever was called
-    """The answer to a call; None if it fails or does not come before a monotonic time."""
+def _answer(call: Any) -> Any:  # noqa: ANN401  whatever was called
     try:
-        return ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
-    except RayError as error:
-        _log.warning("no answer: %s", error)
+        return ray.get(call, timeout=1.0)
+    except (RayError, KvFleetError) as error:
+        _log.info("no answer: %s", first_line(error))
         return None

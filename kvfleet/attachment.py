@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Protocol
 
 from kvfleet.core.breaker import Breaker
-from kvfleet.errors import ConfigError, DeadlineExceededError, KvFleetError, TierUnavailableError
+from kvfleet.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    KvFleetError,
+    ManagerAvoidedError,
+    TierUnavailableError,
+)
 from kvfleet.node.arena import Arena
 from kvfleet.node.arenadir import FileLock
 from kvfleet.node.messages import (
@@ -133,6 +139,11 @@ class AttachedNode:
         arena = self.arena
         return arena is None or self._replaced(arena)
 
+    @property
+    def suspect(self) -> bool:
+        """Whether the manager did not answer when it was last asked to attach."""
+        return self._breaker.is_open
+
     def doubt(self) -> None:
         """Blocks that were brought are not in our arena. If its file is gone too, the node may have one elsewhere."""
         self._doubted = True
@@ -152,10 +163,11 @@ class AttachedNode:
 
         Raises:
             ConfigError: the node has no arena, and why.
-            KvFleetError: the manager did not answer, or did not a moment ago.
+            ManagerAvoidedError: it was not asked: it did not answer a moment ago, or this client is closed or forked.
+            KvFleetError: the manager did not answer.
         """
         if self.forked:
-            raise TierUnavailableError("dram", "this client was made before a fork: make one in the child")
+            raise ManagerAvoidedError("dram", "this client was made before a fork: make one in the child")
         deadline = time.monotonic() + timeout_s
         self._take_turn(timeout_s)
         try:
@@ -163,13 +175,13 @@ class AttachedNode:
             if self._arena is not None and not again and not self._replaced(self._arena):
                 return self._arena
             if not self._breaker.allows(time.monotonic()):
-                raise TierUnavailableError("dram", "the node's manager did not answer a moment ago")
+                raise ManagerAvoidedError("dram", "the node's manager did not answer a moment ago")
             self._doubted = False
             try:
                 attachment = self._manager.attach(max(0.0, deadline - time.monotonic()))
                 self._check_open()
                 if attachment.problem:
-                    raise ConfigError("dram_bytes", attachment.problem)
+                    raise ConfigError("", attachment.problem)
                 arena = self._map(attachment)
             except KvFleetError:
                 self._breaker.failed(time.monotonic())
@@ -189,7 +201,7 @@ class AttachedNode:
     def _check_open(self) -> None:
         if self._closing.is_set():
             self._let_go()
-            raise TierUnavailableError("dram", "this client is closed")
+            raise ManagerAvoidedError("dram", "this client is closed")
 
     def _map(self, attachment: Attachment) -> Arena:
         if self._arena is not None and self._arena.arena_id == attachment.arena_id:

@@ -10,15 +10,29 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from typing_extensions import override
 
-from kvfleet.actors import find_directory, find_manager, first_line, get_directory, manager_actor, successor
+from kvfleet.actors import (
+    find_directory,
+    find_manager,
+    first_line,
+    get_directory,
+    manager_actor,
+    no_fleet,
+    successor,
+)
 from kvfleet.attachment import DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.breaker import Breaker
 from kvfleet.core.directory import NodeId
-from kvfleet.errors import ConfigError, DeadlineExceededError, DirectoryUnavailableError, TierUnavailableError
+from kvfleet.errors import (
+    DeadlineExceededError,
+    DirectoryAvoidedError,
+    DirectoryUnavailableError,
+    ManagerAvoidedError,
+    TierUnavailableError,
+)
 from kvfleet.node.arenadir import NODE_FILE
 from kvfleet.node.messages import (
     Attachment,
@@ -38,6 +52,7 @@ __all__ = ["DirectoryCalls", "ManagerCalls", "running_config"]
 
 _HEARTBEATS_MISSED_MAX = 3
 _DIRECTORY_PAUSE_S, _DIRECTORY_PAUSE_MAX_S = 1.0, 5.0
+_SILENT = "the node's manager shows no sign of life"
 _GRACE_S = 0.25  # what a call may take beyond the deadline it carries, for its answer to arrive
 _FINDING = TimedThreads(
     4, "kvfleet-find"
@@ -52,17 +67,19 @@ def running_config(fleet: str, timeout_s: float) -> FleetConfig:
         DirectoryUnavailableError: its directory does not answer in time.
     """
     try:
-        return _FINDING.run(lambda: _read_config(fleet, timeout_s), timeout_s)
+        return _FINDING.run(lambda: _read_config(fleet, timeout_s), timeout_s + _GRACE_S)
     except TimeoutError as error:
-        raise DirectoryUnavailableError("not found in time") from error
+        raise DirectoryUnavailableError(f"that of fleet {fleet!r} is not found within {timeout_s:g} s") from error
 
 
 def _read_config(fleet: str, timeout_s: float) -> FleetConfig:
     directory = find_directory(fleet)
     if directory is None:
-        raise ConfigError("name", f"no fleet {fleet!r} is running here; `kvfleet up` starts one")
+        raise no_fleet(fleet)
     try:
         config: FleetConfig = ray.get(directory.config.options(max_task_retries=3).remote(), timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise DirectoryUnavailableError(f"that of fleet {fleet!r} gives no answer within {timeout_s:g} s") from error
     except RayError as error:
         raise DirectoryUnavailableError(first_line(error)) from error
     return config
@@ -96,8 +113,8 @@ class _Actor:
 class ManagerCalls(ManagerPort):
     """A client's calls to the manager of its node, which it starts if need be, as long as the fleet runs.
 
-    No load or hold waits for a manager that shows no sign of life: it costs the first request some heartbeats, those
-    after it nothing.
+    No load, store or hold waits for a manager that shows no sign of life: it costs the first request some heartbeats,
+    those after it nothing.
     """
 
     def __init__(self, config: FleetConfig, node: str) -> None:
@@ -121,11 +138,12 @@ class ManagerCalls(ManagerPort):
 
     @override
     def reserve(self, request: ReserveRequest, timeout_s: float) -> ReserveReply:
-        return self._call("reserve", (request,), timeout_s)  # type: ignore[no-any-return]
+        self._check_pulse("reserve")
+        return self._watched("reserve", request, timeout_s)  # type: ignore[no-any-return]
 
     @override
     def commit(self, request: CommitRequest, timeout_s: float) -> CommitReply:
-        return self._call("commit", (request,), timeout_s)  # type: ignore[no-any-return]
+        return self._watched("commit", request, timeout_s)  # type: ignore[no-any-return]
 
     @override
     def hold(self, request: HoldRequest, timeout_s: float) -> int:
@@ -164,11 +182,34 @@ class ManagerCalls(ManagerPort):
         while not ray.wait([stream], timeout=min(_left(deadline), self._config.heartbeat_s), fetch_local=False)[0]:
             if not _left(deadline):
                 raise TimeoutError
-            self._check_pulse("load")
+            if not self._lives():
+                raise TierUnavailableError("dram", f"load: {_SILENT}")
+
+    def _lives(self) -> bool:
+        return self._pulse is None or self._pulse.beats(time.monotonic())
 
     def _check_pulse(self, name: str) -> None:
-        if self._pulse is not None and not self._pulse.beats(time.monotonic()):
-            raise TierUnavailableError("dram", f"{name}: the node's manager shows no sign of life")
+        """Before a call is made."""
+        if not self._lives():
+            raise ManagerAvoidedError("dram", f"{name}: {_SILENT}")
+
+    def _watched(self, name: str, request: object, timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
+        """Make a call, and wait for its answer as long as the manager lives.
+
+        One that is dead is not waited for anyway, and may be back for the next call; one that hangs is not.
+        """
+        began = time.monotonic()
+        deadline = began + timeout_s + _GRACE_S
+        with self._errors(name, timeout_s):
+            answer = getattr(self._manager.handle(timeout_s), name).remote(request)
+            while True:
+                try:
+                    return ray.get(answer, timeout=min(_left(deadline), self._config.heartbeat_s))
+                except GetTimeoutError:
+                    if not _left(deadline):
+                        raise
+                if not self._lives():
+                    raise DeadlineExceededError(name, time.monotonic() - began)
 
     def _call(self, name: str, args: tuple[object, ...], timeout_s: float) -> Any:  # noqa: ANN401  what the method returns
         deadline = time.monotonic() + timeout_s + _GRACE_S
@@ -181,6 +222,8 @@ class ManagerCalls(ManagerPort):
         """Ray's errors in a call, as ours."""
         try:
             yield
+        except DeadlineExceededError:
+            raise
         except TimeoutError as error:  # Ray's GetTimeoutError is one
             raise DeadlineExceededError(name, timeout_s) from error
         except (RayError, ValueError) as error:
@@ -199,7 +242,7 @@ class DirectoryCalls(DirectoryPort):
     def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Located:
         deadline = time.monotonic() + timeout_s
         if not self._breaker.allows(time.monotonic()):
-            raise DirectoryUnavailableError("did not answer a moment ago")
+            raise DirectoryAvoidedError("did not answer a moment ago")
         try:
             answer = self._directory.handle(timeout_s).locate.remote(keys, shard, num_shards)
             located: Located = ray.get(answer, timeout=_left(deadline))

@@ -1,47 +1,42 @@
 """What an engine process calls: look up a prefix, load it, store it.
 
 No fault of the cache reaches the caller: each becomes a shorter answer and a counted reason. Only mistakes of the
-caller (token ids that are none, a tensor of the wrong shape or dtype) raise.
+caller raise, before anything is done: a TypeError or ValueError (token ids that are none, a time below 0), which a
+LayoutMismatchError (a tensor of the wrong shape or dtype) is too.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfleet import copying
+from kvfleet import arguments
 from kvfleet.attachment import AttachedNode, DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES, TokenIds
 from kvfleet.core.layout import ModelSpec
 from kvfleet.counts import ClientStats
-from kvfleet.errors import KvFleetError, LayoutMismatchError
+from kvfleet.errors import KvFleetError, LayoutMismatchError, ManagerAvoidedError
 from kvfleet.explain import Explanation, explain
 from kvfleet.hits import Loaded, PrefixHit
 from kvfleet.holding import Hold
 from kvfleet.looking import Asked, Looking
 from kvfleet.node.arena import Arena
+from kvfleet.node.holds import HOLD_MAX_S
 from kvfleet.node.messages import Bytes, Miss, Namespace, Outcome
 from kvfleet.reading import Reading
-from kvfleet.storing import StoreJob, StoreTask, StoreWorker
+from kvfleet.storing import StoreTask, StoreWorker
+from kvfleet.tensors import PutBlock, TakeBlock, filler, taker
+from kvfleet.writing import StoreJob, Writing
 
 __all__ = ["Client", "PutBlock", "TakeBlock"]
 
 _log = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 30.0
-
-Array: TypeAlias = npt.NDArray[Any]
-TakeBlock: TypeAlias = Callable[[int, Array], None]
-"""Called by `Client.load` with a block's index in the prefix and a read-only view of it, of the layout's shape, as
-unsigned integers of the dtype's width. It must copy: the memory is reused after it returns. What it was given may
-turn out to have changed meanwhile: then the block is not among those that `load` counts."""
-PutBlock: TypeAlias = Callable[[int, Array], None]
-"""Called by `Client.store` with a block's index in the prefix and a view to fill, of the same form."""
 
 
 class Client:
@@ -55,7 +50,9 @@ class Client:
     def __init__(
         self, spec: ModelSpec, manager: ManagerPort, directory: DirectoryPort, config: FleetConfig, *, shard: int = 0
     ) -> None:
-        if not 0 <= shard < spec.layout.num_shards:
+        arguments.check_kind(spec, "model", ModelSpec)
+        arguments.check_index(shard, "shard")
+        if not shard < spec.layout.num_shards:
             raise LayoutMismatchError(f"a shard below {spec.layout.num_shards}", f"shard {shard}")
         self.spec = spec
         self.shard = shard
@@ -65,9 +62,9 @@ class Client:
         self._looking = Looking(spec, shard, directory, config.lookup_timeout_s)
         self._node = AttachedNode(manager)
         self._namespace = Namespace(spec.namespace_id, spec.layout.to_json())
-        self._worker = StoreWorker(self._node, manager, config, spec.layout, self._namespace, shard)
-        self._stats = self._worker.stats
-        self._word = np.dtype(f"u{spec.layout.itemsize}")
+        writing = Writing(self._node, manager, config, spec.layout, self._namespace, shard)
+        self._worker = StoreWorker(self._node, writing, spec.layout, config.store_queue_bytes_max)
+        self._stats = writing.stats
         self._warn_at = 0.0
         self.closed = False
 
@@ -78,11 +75,13 @@ class Client:
             ConfigError: the node cannot have an arena, and why.
             KvFleetError: the manager did not answer in time.
         """
+        arguments.check_timeout(timeout_s)
         self._stats.called("attach")
         self._node.attach(self._config.attach_timeout_s if timeout_s is None else timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish queued stores within `timeout_s`, then let go of the node."""
+        arguments.check_timeout(timeout_s, optional=False)
         self.closed = True
         deadline = time.monotonic() + timeout_s
         if self._worker.close(timeout_s):
@@ -102,8 +101,9 @@ class Client:
         """What became of a request, block by block, and why; what a load did not bring shows only in its answer.
 
         Args:
-            request: from this client's `lookup` or `load`.
+            request: from a `lookup` or `load` of this client, or of another one of its model.
         """
+        arguments.check_kind(request, "request", PrefixHit, Loaded)
         return explain(request, self.spec.layout)
 
     # lookup
@@ -111,8 +111,8 @@ class Client:
     def lookup(self, token_ids: TokenIds, *, extra: Mapping[int, bytes] | None = None, label: str = "") -> PrefixHit:
         """The longest prefix of `token_ids`, in whole blocks, that the fleet says it holds.
 
-        No remote call if all of it is in this node's arena, else one to the directory. Blocks that are being written
-        to this node's arena count: a load waits for them.
+        No remote call if all of it is in this node's arena or on its drives, else one to the directory. Blocks that
+        are being written to this node's arena count: a load waits for them.
 
         Args:
             token_ids: 1-D; a uint32 buffer is fastest (numpy, torch, array); lists work.
@@ -122,6 +122,7 @@ class Client:
         Raises:
             ValueError: the ids are no token ids.
         """
+        arguments.check_extra(extra)
         return self.lookup_keys(self.spec.keys(token_ids, extra), label=label)
 
     def lookup_keys(self, keys: bytes, *, start_block: int = 0, label: str = "", counted: bool = True) -> PrefixHit:
@@ -134,6 +135,7 @@ class Client:
             counted: False for an engine that may ask again before it uses an answer: it gives the one it uses to
                 `count`.
         """
+        arguments.check_keys(keys, start_block, label)
         asked = Asked(keys, start_block, label)
         arena, asked.fault = self._arena(self._config.lookup_timeout_s, asked.calls)
         hit = self._looking.everywhere(asked, arena)
@@ -144,13 +146,15 @@ class Client:
 
     def count(self, hit: PrefixHit) -> None:
         """Count a hit that its lookup did not. Blocking: never."""
+        arguments.check_kind(hit, "hit", PrefixHit)
         self._stats.looked_up(hit)
 
     def lookup_local(self, keys: bytes, *, start_block: int = 0, label: str = "") -> PrefixHit:
-        """Like `lookup_keys`, but only what is in this node's arena, and not counted.
+        """Like `lookup_keys`, but only what is in this node's arena or on its drives, and not counted.
 
         Blocking: never; makes no remote call, and finds nothing before the node is attached.
         """
+        arguments.check_keys(keys, start_block, label)
         arena = None if self._node.stale else self._node.arena
         return self._looking.here(Asked(keys, start_block, label), arena)
 
@@ -161,6 +165,7 @@ class Client:
 
         Blocking: never; makes no remote call. Before the node is attached, all are absent.
         """
+        arguments.check_keys(keys)
         arena = None if self._node.stale else self._node.arena
         if arena is None:
             return np.full(len(keys) // KEY_BYTES, fill_value=True)
@@ -176,6 +181,8 @@ class Client:
             try:
                 self._node.attach(timeout_s)
             except KvFleetError as error:
+                if isinstance(error, ManagerAvoidedError):
+                    calls.remove("attach")
                 self._warn("this node's arena cannot be used: %s", error)
                 return None, Miss.MANAGER_UNAVAILABLE
         return self._node.arena, None
@@ -207,8 +214,10 @@ class Client:
         Raises:
             LayoutMismatchError: `into` has another shape or dtype. Nothing was written.
         """
+        arguments.check_kind(hit, "hit", PrefixHit)
+        arguments.check_timeout(timeout_s)
         start_s, calls = time.perf_counter(), list[str]()
-        take = self._take(into, hit.num_blocks)
+        take = taker(into, self.spec.layout, hit.num_blocks)
         timeout_s = self._config.load_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         outcomes: list[Outcome] = []
@@ -219,8 +228,8 @@ class Client:
                 reading = Reading(arena, hit, self.shard, take, deadline)
                 reading.local()
                 if not reading.complete:
-                    calls.append("load")
                     reading.rest(self._manager, self._namespace, self.spec.layout.block_bytes)
+                    calls += [] if isinstance(reading.error, ManagerAvoidedError) else ["load"]
                 if reading.error is not None:
                     self._warn("load stopped short: %s", reading.error)
                 outcomes = reading.outcomes
@@ -233,21 +242,15 @@ class Client:
         self._stats.loaded(loaded, self.shard)
         return loaded
 
-    def _take(self, into: object, num_blocks: int) -> Callable[[int, Bytes], None]:
-        layout = self.spec.layout
-        if callable(into):
-            user: TakeBlock = into
-            return lambda index, slot: user(index, slot.view(self._word).reshape(layout.shape))
-        target = self._checked(into, num_blocks)
-        return lambda index, slot: copying.copy_out(copying.block_slice(target, layout, index), slot)
-
-    def _checked(self, tensor: object, num_blocks: int) -> Array:
-        array = copying.as_array(tensor)
-        copying.check_fits(array, tensor, self.spec.layout, num_blocks)
-        return array
-
     def hold(self, hit: PrefixHit, seconds: float) -> Hold:
-        """Keep those first blocks of a hit that are in this node's arena, at most 30 s. One call to the manager."""
+        """Keep those first blocks of a hit that are in this node's arena. One call to the manager.
+
+        Args:
+            hit: from `lookup`.
+            seconds: above 0, at most 30.
+        """
+        arguments.check_kind(hit, "hit", PrefixHit)
+        arguments.check_seconds(seconds, "seconds", HOLD_MAX_S)
         self._stats.called("hold")
         keys = hit.keys_of(hit.start_block, hit.num_blocks)
         hold = Hold(self._node, self._manager, keys, self.shard, timeout_s=self._config.lookup_timeout_s)
@@ -269,27 +272,20 @@ class Client:
             extra: as in `lookup`.
 
         Returns:
-            A task; `task.wait()` returns when the blocks it wrote can be found by the whole fleet.
+            A task; `task.wait(timeout_s)` returns when the blocks it wrote can be found by the whole fleet, or when it
+            is known that they will not: `dropped` and `reason` of its result tell. It raises DeadlineExceededError,
+            a TimeoutError, only if that takes longer.
 
         Raises:
             LayoutMismatchError: `kv` has another shape or dtype than the client's model.
         """
+        arguments.check_extra(extra)
         return self.store_keys(self.spec.keys(token_ids, extra), kv, start_block=start_block)
 
     def store_keys(self, keys: bytes, kv: object, *, start_block: int = 0) -> StoreTask:
         """Like `store`, for an engine that has the packed keys of its blocks already."""
+        arguments.check_keys(keys)
+        arguments.check_index(start_block, "start_block")
         num_blocks = max(0, len(keys) // KEY_BYTES - start_block)
-        return self._worker.submit(StoreJob(keys, start_block, num_blocks, self._fill(kv, num_blocks, start_block)))
-
-    def _fill(self, kv: object, num_blocks: int, start_block: int) -> Callable[[int, Bytes], int]:
-        layout = self.spec.layout
-        if callable(kv):
-            user: PutBlock = kv
-
-            def fill(index: int, slot: Bytes) -> int:
-                user(index, slot.view(self._word).reshape(layout.shape))
-                return copying.checksum(slot)
-
-            return fill
-        source = self._checked(kv, num_blocks)
-        return lambda index, slot: copying.copy_in(slot, copying.block_slice(source, layout, index - start_block))
+        fill = filler(kv, self.spec.layout, num_blocks, start_block)
+        return self._worker.submit(StoreJob(keys, start_block, num_blocks, fill))

@@ -143,11 +143,13 @@ class Stats:
 
 def request_of(hit: PrefixHit, layout: BlockLayout, loaded: Loaded | None = None) -> Request:
     """What is remembered of a request once it is looked up, and once it is loaded."""
-    local = pending = remote = shared = 0
+    local = nvme = pending = remote = shared = 0
     for run in hit.runs:  # each is counted where it is nearest
         size = run.stop - run.start
         if run.local:
             local += size
+        elif run.nvme:
+            nvme += size
         elif run.pending:
             pending += size
         elif run.nodes:
@@ -164,6 +166,7 @@ def request_of(hit: PrefixHit, layout: BlockLayout, loaded: Loaded | None = None
         asked_blocks=hit.asked_blocks,
         hit_blocks=hit.num_blocks,
         local=local,
+        nvme=nvme,
         remote=remote,
         shared=shared,
         pending=pending,
@@ -171,6 +174,7 @@ def request_of(hit: PrefixHit, layout: BlockLayout, loaded: Loaded | None = None
         lookup_s=hit.lookup_s,
         loaded=loaded is not None,
         from_dram=came.get(Source.DRAM, 0),
+        from_nvme=came.get(Source.NVME, 0),
         from_peer=came.get(Source.PEER, 0),
         from_shared=came.get(Source.SHARED, 0),
         miss=loaded.miss if loaded is not None else None,

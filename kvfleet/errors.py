@@ -6,9 +6,11 @@
       TierError                         a tier could not do what it was asked
         TierFullError                   no room, and nothing may be evicted
         TierUnavailableError            the medium or the service behind the tier failed
+          ManagerAvoidedError           the node's manager was not asked
         CorruptBlockError               bytes are there, but not the block's
       StaleEpochError                   a message from an earlier life of a node
       DirectoryUnavailableError         the directory did not answer
+        DirectoryAvoidedError           it was not asked
       DeadlineExceededError (TimeoutError)
 
 A miss is a value, never an exception.  Fields are positional and handed to ``super().__init__`` so that they
@@ -23,9 +25,11 @@ __all__ = [
     "ConfigError",
     "CorruptBlockError",
     "DeadlineExceededError",
+    "DirectoryAvoidedError",
     "DirectoryUnavailableError",
     "KvFleetError",
     "LayoutMismatchError",
+    "ManagerAvoidedError",
     "StaleEpochError",
     "TierError",
     "TierFullError",
@@ -38,7 +42,12 @@ class KvFleetError(Exception):
 
 
 class ConfigError(KvFleetError, ValueError):
-    """A setting cannot work.  Nothing was started."""
+    """A setting cannot work.  Nothing was started.
+
+    Attributes:
+        setting: its name, or "" where the problem is not that of one setting.
+        problem: what is wrong with it, and what to do.
+    """
 
     def __init__(self, setting: str, problem: str) -> None:
         super().__init__(setting, problem)
@@ -47,7 +56,7 @@ class ConfigError(KvFleetError, ValueError):
 
     @override
     def __str__(self) -> str:
-        return f"{self.setting}: {self.problem}"
+        return f"{self.setting}: {self.problem}" if self.setting else self.problem
 
 
 class LayoutMismatchError(KvFleetError, ValueError):
@@ -84,6 +93,10 @@ class TierUnavailableError(TierError):
     """The medium or the service behind the tier failed.  The tier is unchanged."""
 
 
+class ManagerAvoidedError(TierUnavailableError):
+    """The node's manager was not asked: it is known not to answer, or the client is of no use any more."""
+
+
 class CorruptBlockError(TierError):
     """The bytes found are not the block's.  They were not used; a bad shared object or DRAM copy is removed."""
 
@@ -112,6 +125,10 @@ class DirectoryUnavailableError(KvFleetError):
     @override
     def __str__(self) -> str:
         return f"directory unavailable: {self.detail}"
+
+
+class DirectoryAvoidedError(DirectoryUnavailableError):
+    """The directory was not asked: it did not answer a moment ago."""
 
 
 class DeadlineExceededError(KvFleetError, TimeoutError):

@@ -13,16 +13,17 @@ from kvfleet.core.outcomes import Miss, Outcome, Source
 from kvfleet.core.totals import UNCLAIMED
 from kvfleet.hits import HitRun, Loaded, PrefixHit
 
-__all__ = ["WORDS", "Explanation", "Part", "explain", "show_bytes", "show_time", "words"]
+__all__ = ["WORDS", "Explanation", "Part", "explain", "show_bytes", "show_count", "show_time", "words"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 WORDS: Mapping[str, str] = {
     Source.DRAM.value: "came from this node's memory",
+    Source.NVME.value: "came from this node's drives",
     Source.PEER.value: "came from another node",
     Source.SHARED.value: "came from the shared tier",
     Miss.NEVER_STORED.value: "nobody has stored it",
-    Miss.NOT_ADMITTED.value: "it was offered, and found no room",
+    Miss.NOT_ADMITTED.value: "it was offered, and not taken: no room, a draining node, or no manager",
     Miss.EVICTED.value: "it was there, and had to make room",
     Miss.HOLDER_LOST.value: "the node that had it is gone",
     Miss.UNKNOWN.value: "never stored, or gone for too long to be remembered",
@@ -32,8 +33,8 @@ WORDS: Mapping[str, str] = {
     Miss.CORRUPT.value: "its bytes were wrong",
     Miss.LAYOUT_REFUSED.value: "it is there, but of another layout",
     Miss.DEADLINE.value: "the time was up",
-    Miss.MANAGER_UNAVAILABLE.value: "this node's manager did not answer",
-    Miss.DIRECTORY_UNAVAILABLE.value: "the directory did not answer",
+    Miss.MANAGER_UNAVAILABLE.value: "this node's manager does not answer",
+    Miss.DIRECTORY_UNAVAILABLE.value: "the directory does not answer",
     Miss.BEHIND_MISS.value: "it was found, but a block before it did not come",
     UNCLAIMED: "it was found, and not loaded",
 }
@@ -55,6 +56,11 @@ def show_bytes(num_bytes: int) -> str:
     """A size in the largest unit that leaves it at least 1."""
     exponent = max(0, min(len(_UNITS) - 1, (num_bytes.bit_length() - 1) // 10))
     return f"{num_bytes / 1024**exponent:.{1 if exponent else 0}f} {_UNITS[exponent]}"
+
+
+def show_count(number: int, noun: str) -> str:
+    """So many of something, by its name in the singular."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def show_time(seconds: float) -> str:
@@ -122,7 +128,7 @@ class Explanation:
         asked, found = self.asked_blocks - self.start_block, self.hit_blocks - self.start_block
         name = f"request {self.label}: " if self.label else ""
         loaded = "not loaded" if self.loaded_blocks is None else f"{self.loaded_blocks:,} loaded"
-        yield f"{name}{asked:,} blocks of {self.block_tokens} tokens asked for, {found:,} found, {loaded}"
+        yield f"{name}{show_count(asked, 'block')} of {self.block_tokens} tokens asked for, {found:,} found, {loaded}"
         for part in self.parts:
             numbers = f"block {part.start}" if part.stop == part.start + 1 else f"blocks {part.start}-{part.stop - 1}"
             size = f", {show_bytes(part.num_bytes)}" if part.num_bytes else ""
@@ -141,7 +147,8 @@ def explain(request: PrefixHit | Loaded, layout: BlockLayout) -> Explanation:
     """What became of a request; see `Client.explain`."""
     loaded = request if isinstance(request, Loaded) else None
     hit = request if isinstance(request, PrefixHit) else request.hit
-    assert hit is not None, "it was loaded by a client of a fleet"
+    if hit is None:
+        raise ValueError("request must come from a client's load, has no hit")
     parts = list(_found(hit, loaded, layout.block_bytes))
     if hit.num_blocks < hit.asked_blocks:
         reason = words(hit.missing)
@@ -172,6 +179,8 @@ def _found(hit: PrefixHit, loaded: Loaded | None, block_bytes: int) -> Iterator[
 def _said(run: HitRun) -> str:
     """Where the blocks of a run were said to be."""
     places = ["in this node's memory"] if run.local else []
+    if run.nvme:
+        places.append("on this node's drives")
     if run.pending:
         places.append("being written on this node")
     if run.nodes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ class HitRun:
         nodes: other nodes that hold them, as the directory said; a hint.
         shared: the shared tier has them, as the directory said; a hint.
         pending: some were still being written by a process of this node. A load waits for them.
+        nvme: on this node's drives when looked up, and some not in its arena.
     """
 
     start: int
@@ -34,6 +36,7 @@ class HitRun:
     nodes: tuple[NodeId, ...] = ()
     shared: bool = False
     pending: bool = False
+    nvme: bool = False
 
 
 class Claim:
@@ -104,27 +107,35 @@ def merge_runs(
     head: int,
     runs: Sequence[Run],
     start: int = 0,
+    *,
+    stored: npt.NDArray[np.bool_] | None = None,
     coming: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[HitRun, ...]:
     """The runs of a hit.
 
     Args:
         local: which blocks from `start` on are in this node's arena.
-        head: the first of them that is not, counted from `start`.
+        head: the first of them that is not, nor on this node's drives, counted from `start`.
         runs: what the directory said about the blocks from `head` on.
         start: the hit's first block.
-        coming: which blocks are in this node's arena or being written to it; None: as `local`.
+        stored: which blocks are in this node's arena or on its drives; None: as `local`.
+        coming: which blocks are here or being written to this node's arena; None: as `stored`.
     """
-    merged = [HitRun(start, start + head, local=True)] if head else []
-    stop = head
+    stored = local if stored is None else stored
+    coming = stored if coming is None else coming
+    merged: list[HitRun] = []
+    stop = 0
+    for here, group in groupby(local[:head].tolist()):
+        begin, stop = stop, stop + len(list(group))
+        merged.append(HitRun(start + begin, start + stop, local=here, nvme=not here))
     for run in runs:
         assert run.start + head == stop, "the directory's runs leave no gap"
         stop = head + run.stop
         merged.append(HitRun(start + head + run.start, start + stop, local=False, nodes=run.nodes, shared=run.shared))
-    more = true_head((local if coming is None else coming)[stop:])
-    if more:
-        here = bool(local[stop : stop + more].all())
-        merged.append(HitRun(start + stop, start + stop + more, local=here, pending=not here))
+    more = slice(stop, stop + true_head(coming[stop:]))
+    if more.stop > stop:
+        here, kept = bool(local[more].all()), bool(stored[more].all())
+        merged.append(HitRun(start + stop, start + more.stop, here, pending=not kept, nvme=kept and not here))
     return tuple(merged)
 
 
@@ -179,10 +190,12 @@ class StoreResult:
     Attributes:
         stored: blocks written and readable now.
         already: blocks that were here or being written by another.
-        dropped: blocks not stored; `reason` says why. They cost a later recompute, nothing else.
-        published: the directory has acknowledged the stored blocks. Blocks that were there already are made known
-            by whoever stored them, which may be a moment later.
+        dropped: blocks not stored. They cost a later recompute, nothing else.
+        published: the directory has acknowledged the stored blocks; False as well if all blocks were dropped. Blocks
+            that were there already are made known by whoever stored them, which may be a moment later.
         num_bytes: bytes copied into the arena.
+        reason: why blocks were dropped, or "": `queue_full`, `no_room`, `draining`, `deadline`, `manager_unavailable`,
+            `reservation_lost`, `commit_lost`, `closed`, `forked`, or the name of an exception that the source raised.
     """
 
     stored: int = 0

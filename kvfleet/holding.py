@@ -9,8 +9,10 @@ from types import TracebackType
 
 from typing_extensions import Self
 
+from kvfleet.arguments import check_seconds
 from kvfleet.attachment import AttachedNode, ManagerPort
 from kvfleet.errors import KvFleetError
+from kvfleet.node.holds import HOLD_MAX_S
 from kvfleet.node.messages import HoldRequest
 
 __all__ = ["Hold"]
@@ -52,7 +54,8 @@ class Hold:
         self.num_blocks = 0
 
     def renew(self, seconds: float) -> int:
-        """Hold what is there now for so long from now on, at most 30 s. Returns `num_blocks`."""
+        """Hold what is there now for so long from now on, above 0 and at most 30 s. Returns `num_blocks`."""
+        check_seconds(seconds, "seconds", HOLD_MAX_S)
         self.num_blocks = 0
         if not self._keys:
             return 0

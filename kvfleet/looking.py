@@ -1,4 +1,4 @@
-"""One lookup, as the client does it: what is in this node's arena, and unless that is all, what the directory says."""
+"""One lookup, as the client does it: what is on this node, and unless that is all, what the directory says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvfleet.attachment import DirectoryPort
 from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.layout import ModelSpec
-from kvfleet.errors import KvFleetError
+from kvfleet.errors import DirectoryAvoidedError, KvFleetError
 from kvfleet.hits import HitRun, PrefixHit, merge_runs, true_head
 from kvfleet.node.arena import Arena
 from kvfleet.node.messages import Located, Miss
@@ -42,6 +42,21 @@ class Asked:
     start_s: float = field(default_factory=lambda: time.perf_counter())  # noqa: PLW0108  a simulation has another clock
 
 
+@dataclass(slots=True)
+class _Here:
+    """What this node has of a prefix, a flag a block; a block is there if all its shards are.
+
+    Attributes:
+        local: in the arena.
+        stored: in the arena or on the drives.
+        coming: there, or being written to the arena.
+    """
+
+    local: npt.NDArray[np.bool_]
+    stored: npt.NDArray[np.bool_]
+    coming: npt.NDArray[np.bool_]
+
+
 class Looking:
     """Lookups of one client. Threads: any."""
 
@@ -52,18 +67,18 @@ class Looking:
         self._timeout_s = timeout_s
 
     def here(self, asked: Asked, arena: Arena | None) -> PrefixHit:
-        """What is in the arena. Blocking: never."""
-        local, _ = self._blocks(asked, arena)
-        head = true_head(local)
-        runs = merge_runs(local[:head], head, (), asked.start_block)
-        return self._hit(asked, runs, None if head == len(local) else Miss.DIRECTORY_UNAVAILABLE)
+        """What is in the arena and on the node's drives. Blocking: never."""
+        found = self._blocks(asked, arena)
+        head = true_head(found.stored)
+        runs = merge_runs(found.local[:head], head, (), asked.start_block)
+        return self._hit(asked, runs, None if head == len(found.local) else Miss.DIRECTORY_UNAVAILABLE)
 
     def everywhere(self, asked: Asked, arena: Arena | None) -> PrefixHit:
-        """What is in the arena, written to it, or said to be elsewhere. One call, unless all is in the arena."""
-        local, coming = self._blocks(asked, arena)
-        head = true_head(local)
+        """What is on this node, written to its arena, or said to be elsewhere. One call, unless all is on this node."""
+        found = self._blocks(asked, arena)
+        head = true_head(found.stored)
         located = Located((), None)
-        if not coming.all():
+        if not found.coming.all():
             asked.calls.append("locate")
             try:
                 located = self._directory.locate(
@@ -73,9 +88,11 @@ class Looking:
                     self._timeout_s,
                 )
             except KvFleetError as error:
+                if isinstance(error, DirectoryAvoidedError):
+                    asked.calls.remove("locate")
                 asked.fault = Miss.DIRECTORY_UNAVAILABLE
                 _log.debug("lookup without directory: %s", error)
-        runs = merge_runs(local, head, located.runs, asked.start_block, coming)
+        runs = merge_runs(found.local, head, located.runs, asked.start_block, stored=found.stored, coming=found.coming)
         said = head + (located.runs[-1].stop if located.runs else 0)
         missing = located.missing
         if runs and runs[-1].stop > asked.start_block + said:
@@ -84,17 +101,21 @@ class Looking:
             missing = asked.fault
         return self._hit(asked, runs, missing)
 
-    def _blocks(self, asked: Asked, arena: Arena | None) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which blocks are whole in this node's arena, all shards of them; and which are, or are being written."""
+    def _blocks(self, asked: Asked, arena: Arena | None) -> _Here:
         keys = asked.keys[asked.start_block * KEY_BYTES :]
-        here = np.full(len(keys) // KEY_BYTES, arena is not None)
-        coming = here.copy()
+        local = np.full(len(keys) // KEY_BYTES, arena is not None)
+        here = _Here(local, local.copy(), local.copy())
         if arena is not None:
+            drives = arena.drive_records
             for shard in range(self._spec.layout.num_shards):
                 found = arena.records.find(keys, shard)
-                here &= found.slots >= 0
-                coming &= (found.slots >= 0) | found.pending
-        return here, coming
+                stored = found.slots >= 0
+                here.local &= stored
+                if drives is not None and not stored.all():
+                    stored |= drives.find(keys, shard).slots >= 0
+                here.stored &= stored
+                here.coming &= stored | found.pending
+        return here
 
     def _hit(self, asked: Asked, runs: tuple[HitRun, ...], missing: Miss | None) -> PrefixHit:
         num_blocks, asked_blocks = runs[-1].stop if runs else asked.start_block, len(asked.keys) // KEY_BYTES

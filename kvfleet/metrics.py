@@ -7,14 +7,17 @@ publishes them was started, and begin again at 0 with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from typing_extensions import override
 
 if TYPE_CHECKING:
+    from kvfleet.node.catalogstatus import CatalogStatus
     from kvfleet.node.directory import DirectoryStatus
+    from kvfleet.node.drivestatus import DriveStatus
     from kvfleet.node.status import NodeStatus
 
 __all__ = ["METRICS", "Meter", "Metric", "RaySink", "Sink", "directory_values", "node_values"]
@@ -43,17 +46,24 @@ METRICS: Mapping[str, Metric] = {
     "kvfleet_stored_blocks_total": Metric("blocks", "", "Blocks that engines stored."),
     "kvfleet_stored_bytes_total": Metric("bytes", "", "Bytes that engines stored."),
     "kvfleet_dropped_blocks_total": Metric("blocks", "reason", "Blocks that stores gave up."),
-    "kvfleet_used_bytes": Metric("bytes", "tier", "Bytes in slots that hold or await a block."),
-    "kvfleet_capacity_bytes": Metric("bytes", "tier", "Size of a tier on the node."),
-    "kvfleet_resident_blocks": Metric("blocks", "tier", "Blocks on the node."),
+    "kvfleet_used_bytes": Metric("bytes", "tier", "Bytes in slots that hold or await a block, or of objects."),
+    "kvfleet_capacity_bytes": Metric("bytes", "tier", "Size of a tier on the node; of the shared one, its limit."),
+    "kvfleet_resident_blocks": Metric("blocks", "tier", "Blocks in a tier: the shared one is told of by its keeper."),
     "kvfleet_reserved_blocks": Metric("blocks", "tier", "Blocks that are being written."),
     "kvfleet_held_bytes": Metric("bytes", "tier", "Bytes in slots that clients hold."),
     "kvfleet_avoided_holders": Metric("holders", "", "Nodes, and the shared tier, not asked until they answer."),
     "kvfleet_unsaved_blocks": Metric("blocks", "", "Blocks that the shared tier does not have yet."),
     "kvfleet_evicted_blocks_total": Metric("blocks", "tier", "Blocks that had to make room."),
     "kvfleet_lost_blocks_total": Metric("blocks", "", "Of those, blocks without a copy in the shared tier."),
+    "kvfleet_drive_failed": Metric("drives", "drive", "1 while a drive is out of use, else 0."),
+    "kvfleet_drive_budget_ratio": Metric("ratio", "drive", "Share of the day's write budget that is spent."),
+    "kvfleet_drive_life_days": Metric("days", "drive", "How long a drive lasts if it is written as until now."),
+    "kvfleet_drive_written_bytes_total": Metric("bytes", "drive", "Bytes written to a drive, its index included."),
+    "kvfleet_corrupt_blocks_total": Metric("blocks", "tier", "Blocks whose bytes were wrong when they were read."),
     "kvfleet_saved_blocks_total": Metric("blocks", "", "Blocks written to the shared tier."),
     "kvfleet_save_failures_total": Metric("writes", "", "Writes to the shared tier that failed."),
+    "kvfleet_shared_requests_total": Metric("blocks", "outcome", "Blocks for or of the shared tier, by what they met."),
+    "kvfleet_shared_outages_total": Metric("outages", "way", "Times that the shared tier was left alone."),
     "kvfleet_sent_bytes_total": Metric("bytes", "", "Bytes sent to other nodes."),
     "kvfleet_resyncs_total": Metric("inventories", "", "Whole inventories sent to the directory."),
     "kvfleet_directory_rows": Metric("rows", "", "Records that the directory knows."),
@@ -91,9 +101,52 @@ def node_values(status: NodeStatus) -> dict[tuple[str, str], float]:
         ("kvfleet_sent_bytes_total", ""): status.sent_bytes,
         ("kvfleet_resyncs_total", ""): status.resyncs,
     }
+    values |= _drive_values(status.drives) if status.drives else {}
+    values |= _shared_values(status.shared_counts) if status.shared_counts else {}
+    values |= _catalog_values(status.catalog) if status.catalog is not None else {}
     values |= {("kvfleet_blocks_total", name): n for name, n in totals.outcomes.items() if name != "unclaimed"}
     values |= {("kvfleet_loaded_bytes_total", source): n for source, n in totals.bytes_by_source.items()}
     values |= {("kvfleet_dropped_blocks_total", reason): n for reason, n in totals.dropped_blocks.items()}
+    return values
+
+
+def _catalog_values(catalog: CatalogStatus) -> dict[tuple[str, str], float]:
+    values: dict[tuple[str, str], float] = {
+        ("kvfleet_used_bytes", "shared"): catalog.num_bytes,
+        ("kvfleet_resident_blocks", "shared"): catalog.objects,
+        ("kvfleet_evicted_blocks_total", "shared"): catalog.deleted,
+    }
+    if catalog.bytes_max is not None:
+        values["kvfleet_capacity_bytes", "shared"] = catalog.bytes_max
+    return values
+
+
+def _drive_values(drives: Sequence[DriveStatus]) -> dict[tuple[str, str], float]:
+    values: dict[tuple[str, str], float] = {
+        ("kvfleet_used_bytes", "nvme"): sum(drive.used_bytes for drive in drives),
+        ("kvfleet_capacity_bytes", "nvme"): sum(drive.capacity_bytes for drive in drives),
+        ("kvfleet_resident_blocks", "nvme"): sum(drive.blocks for drive in drives),
+        ("kvfleet_evicted_blocks_total", "nvme"): sum(drive.counts.evicted_blocks for drive in drives),
+        ("kvfleet_corrupt_blocks_total", "nvme"): sum(drive.counts.corrupt_blocks for drive in drives),
+    }
+    for drive in drives:
+        values["kvfleet_drive_failed", drive.directory] = not drive.works
+        values["kvfleet_drive_written_bytes_total", drive.directory] = drive.total_bytes
+        if isfinite(drive.life_days):
+            values["kvfleet_drive_life_days", drive.directory] = drive.life_days
+        if drive.day_bytes:  # known once it was open
+            values["kvfleet_drive_budget_ratio", drive.directory] = drive.today_bytes / drive.day_bytes
+    return values
+
+
+def _shared_values(counts: Mapping[str, int]) -> dict[tuple[str, str], float]:
+    values: dict[tuple[str, str], float] = {("kvfleet_corrupt_blocks_total", "shared"): counts.get("corrupt", 0)}
+    for name, count in counts.items():
+        way, _, what = name.partition("_")
+        if what == "outages":
+            values["kvfleet_shared_outages_total", way] = count
+        else:
+            values["kvfleet_shared_requests_total", name] = count
     return values
 
 

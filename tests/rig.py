@@ -107,6 +107,10 @@ class Rig:
 
         return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(timeout_s)
 
+    def config_of(self, number: int) -> FleetConfig:
+        """A node's settings: nodes that have drives need other paths than each other, as they share a machine."""
+        return self.config
+
     def node_id(self, number: int) -> NodeId:
         return NodeId(f"{number:032x}")
 
@@ -129,7 +133,7 @@ class Rig:
         place = NodePlace(self.node_id(number), os.getpid(), 64 * MIB, lambda node: True)
 
         async def start() -> TierManager:
-            return TierManager(self.config, place, RigLink(self), lambda budget: Loopback(self, budget))
+            return TierManager(self.config_of(number), place, RigLink(self), lambda budget: Loopback(self, budget))
 
         wait_for(lambda: number not in self._dying, f"node {number} is dead")
         self._tasks[number], self._streams[number] = set(), set()
@@ -157,12 +161,14 @@ class Rig:
         node, self.managers[number]._node = self.part(number), None
         del self.managers[number]
         self._dying.add(number)
-        tasks = [*node._tasks, *self._tasks[number], *([node._listing] if node._listing else [])]
-        reads = node.loader.shared_reads
-        tasks += [*(reads._adopted if reads else ()), *node._admitter._moving]
+        tasks = [*node._tasks, *node._last_tasks, *self._tasks[number], *node._admitter._moving]
+        for reads in (node.loader.shared_reads, node.loader.drive_reads):
+            tasks += reads._adopted if reads else ()
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        if node.nvme is not None:
+            await node.nvme.close()
         while self._streams[number]:
             await self._streams[number].pop().aclose()
         node._stop_populating.set()
@@ -192,10 +198,14 @@ class Rig:
         for number in self.managers:
             wait_for(lambda number=number: not self._unrest(number), f"node {number} is at rest", 10)  # type: ignore[misc]
             assert self.status(number).audit == ()
+            assert self.run(self._audit(number)) == []
             arena = self.part(number).home.arena
             for record in arena.records.live():
                 assert record.committed
                 assert checksum(arena.slot_view(record.offset, record.length)) == record.checksum
+
+    async def _audit(self, number: int) -> Any:
+        return self.part(number).dram.holdings.audit()
 
     def _unrest(self, number: int) -> object:
         node = self.part(number)

@@ -20,6 +20,7 @@ from typing import Any
 # Ports come in pairs, HTTP and gRPC, and are given one by one: a default would be somebody else's.
 SERVICES = ("master", "volume", "filer", "s3", "admin")
 START_TIMEOUT_S = 60.0
+KEY, SECRET = "kvfleet", "hunter2-hunter2"
 
 
 class Seaweed:
@@ -27,9 +28,10 @@ class Seaweed:
 
     Attributes:
         options: what s3fs needs to use it.
+        settings: those of them that a fleet's settings may have; its nodes take the credentials from the environment.
     """
 
-    def __init__(self, directory: Path, key: str = "kvfleet", secret: str = "hunter2-hunter2") -> None:
+    def __init__(self, directory: Path, key: str = KEY, secret: str = SECRET) -> None:
         self._directory = directory
         self._log = directory / "weed.log"
         self._ports = dict(zip(SERVICES, _free_port_pairs(len(SERVICES)), strict=True))
@@ -40,6 +42,7 @@ class Seaweed:
             "endpoint_url": self.endpoint,
             "client_kwargs": {"region_name": "us-east-1"},
         }
+        self.settings = {name: value for name, value in self.options.items() if name not in ("key", "secret")}
         (directory / "data").mkdir()
         credentials = [{"accessKey": key, "secretKey": secret}]
         actions = ["Admin", "Read", "Write", "List", "Tagging"]

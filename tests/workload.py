@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvfleet.client import Client
 from kvfleet.config import KIB, MIB
@@ -31,6 +32,13 @@ def model(block_kib: int = 64, *, dtype: str = "bfloat16", num_shards: int = 1, 
 def prompt(num_blocks: int, number: int = 0) -> Any:
     """Token ids of whole blocks; prompts of one number are prefixes of each other, others share nothing."""
     return np.arange(num_blocks * BLOCK_TOKENS, dtype=np.uint32) + np.uint32(number << 20)
+
+
+def content(key: bytes, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """The bytes of an opaque block, no two words of any blocks alike."""
+    words = np.arange(num_bytes // 8, dtype=np.uint64) + np.frombuffer(key, np.uint64)[0]
+    data: npt.NDArray[np.uint8] = words.view(np.uint8)
+    return data
 
 
 _PATTERN = np.arange(MIB // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -95,4 +103,4 @@ def load_request(client: Client, tokens: Any, timeout_s: float) -> LoadRequest:
 
 def fetch_request(spec: ModelSpec, tokens: Any, timeout_s: float) -> FetchRequest:
     """What one manager asks another for a prompt."""
-    return FetchRequest(spec.keys(tokens), 0, 256 * KIB, timeout_s)
+    return FetchRequest(namespace(spec), spec.keys(tokens), b"", 0, 0, spec.layout.block_bytes, 256 * KIB, timeout_s)

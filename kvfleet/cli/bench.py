@@ -119,6 +119,46 @@ def directory(
 
 
 @app.command()
+def shared(  # noqa: PLR0913  each is an option
+    url: Annotated[str, typer.Argument(help="Of the storage: s3://bucket/prefix, file:///mnt/cluster.")],
+    block_tokens: BlockTokens = [16, 64],  # noqa: B006
+    blocks: Blocks = [32],  # noqa: B006
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
+    codec: Annotated[str, typer.Option(help="raw, or zstd.")] = "raw",
+    repeats: Repeats = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """Write blocks to a storage and read them; floor: its client library used bare.
+
+    Credentials and an endpoint other than Amazon's come from the environment: AWS_ENDPOINT_URL and the like.
+    """
+    from kvfleet.bench import shared as bench
+    from kvfleet.node.codecs import codec_of
+
+    with plain_errors(), bench.open_site(url, concurrency, codec_of(codec, "codec")) as site:
+        rows = [row for size, count in _sizes(block_tokens, blocks) for row in bench.rows(site, size, count, repeats)]
+        _tell("shared", bench.MEASURES.format(concurrency=concurrency, cpu=site.cpu_text()), rows, json_file)
+
+
+@app.command()
+def nvme(  # noqa: PLR0913  each is an option
+    directory: Annotated[Path, typer.Argument(file_okay=False, exists=True, help="On the drive to measure.")],
+    block_tokens: BlockTokens = [32],  # noqa: B006
+    blocks: Blocks = [256],  # noqa: B006
+    inflight: Annotated[int, typer.Option(min=1, help="Transfers at once.")] = 8,
+    codec: Annotated[str, typer.Option(help="raw, or zstd.")] = "raw",
+    repeats: Repeats = 10,
+    json_file: JsonFile = None,
+) -> None:
+    """Write blocks to a drive and read them; floor: a plain O_DIRECT loop."""
+    from kvfleet.bench import nvme as bench
+
+    with plain_errors(), bench.open_site(directory, inflight, codec) as site:
+        rows = [row for size, count in _sizes(block_tokens, blocks) for row in bench.rows(site, size, count, repeats)]
+        _tell("nvme", bench.MEASURES.format(inflight=inflight, cpu=site.cpu_text()), rows, json_file)
+
+
+@app.command()
 def vllm(
     model: Annotated[
         str | None, typer.Option(help="Name at Hugging Face or directory. Default: SmolLM2 as in the demo.")

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from kvfleet.errors import KvFleetError
-from kvfleet.explain import show_bytes
+from kvfleet.explain import show_bytes, show_count
 
-__all__ = ["Address", "Name", "parse_bytes", "plain_errors", "show_bytes"]
+__all__ = ["Address", "Name", "parse_bytes", "plain_errors", "show_bytes", "show_count"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

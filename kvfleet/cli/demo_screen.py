@@ -22,7 +22,12 @@ from kvfleet.node.messages import Source
 __all__ = ["Row", "Screen", "Step", "same_everywhere", "sources"]
 
 _BAR_WIDTH = 16
-_SOURCES = {Source.DRAM: "own memory", Source.PEER: "other node", Source.SHARED: "shared storage"}
+_SOURCES = {
+    Source.DRAM: "own memory",
+    Source.NVME: "own drives",
+    Source.PEER: "other node",
+    Source.SHARED: "shared storage",
+}
 
 
 @dataclass(frozen=True, slots=True)

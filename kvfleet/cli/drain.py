@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvfleet.cli.console import Address, Name, parse_bytes, plain_errors, show_bytes
+from kvfleet.cli.console import Address, Name, parse_bytes, plain_errors, show_bytes, show_count
 
 __all__ = ["drain"]
 
@@ -28,14 +28,14 @@ def drain(
     Loads from it go on, and it stays drained until `--resume`, or until the node is gone.
     """
     with plain_errors():
-        import kvfleet
+        from kvfleet.operating import join
 
-        fleet = kvfleet.connect(name, address=address)
+        fleet = join(name, address=address)
         if resume:
             fleet.resume(node)
             typer.echo(f"node {node}: takes stores again")
             return
         drained = fleet.drain(node, timeout_s=seconds, bytes_max=num_bytes)
-    saved = f"{drained.saved_blocks:,} blocks ({show_bytes(drained.saved_bytes)}) saved"
+    saved = f"{show_count(drained.saved_blocks, 'block')} ({show_bytes(drained.saved_bytes)}) saved"
     left = f"{drained.left_blocks:,} ({show_bytes(drained.left_bytes)}) left without a copy in the shared tier"
     Console().print(f"node {node}: draining; {saved}, {left}", highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvfleet.cli.console import Address, Name, plain_errors, show_bytes
+from kvfleet.cli.console import Address, Name, plain_errors, show_bytes, show_count
 from kvfleet.core.outcomes import Miss, Source
 from kvfleet.explain import show_time, words
 
@@ -38,9 +38,9 @@ def explain(
 ) -> None:
     """Show what became of the last requests of a fleet's engines, or of one of them in full."""
     with plain_errors():
-        import kvfleet
+        from kvfleet.operating import join
 
-        found = merged(kvfleet.connect(name, address=address).requests(request, 2 * limit))[:limit]
+        found = merged(join(name, address=address).requests(request, 2 * limit))[:limit]
     if as_json:
         typer.echo(json.dumps([as_dict(node, one) for node, one in found], indent=2))
         return
@@ -105,7 +105,7 @@ def _rows(node: NodeId, request: Request) -> Iterator[tuple[str, str]]:
     yield "time", f"{_time(request):%Y-%m-%d %H:%M:%S.%f}"
     yield "node", node
     behind = f", from block {request.start_block:,} on" if request.start_block else ""
-    yield "asked for", f"{asked:,} blocks of {request.block_tokens} tokens{behind}"
+    yield "asked for", f"{show_count(asked, 'block')} of {request.block_tokens} tokens{behind}"
     yield "found", f"{found:,}" + _listed(request, _PLACES)
     if request.missing is not None:
         yield "missing", f"{asked - found:,}: {_why(request.missing)}"
@@ -124,6 +124,7 @@ def _rows(node: NodeId, request: Request) -> Iterator[tuple[str, str]]:
 
 _PLACES = {
     "local": "in this node's memory",
+    "nvme": "on this node's drives",
     "pending": "being written on this node",
     "remote": "on other nodes",
     "shared": "in the shared tier",

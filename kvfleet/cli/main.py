@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvfleet.cli import bench, demo, drain, explain, status, up
+from kvfleet.cli import bench, demo, doctor, down, drain, explain, inspect, status, up
 
 __all__ = ["app"]
 
@@ -14,9 +14,11 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(up.up)
-app.command()(up.down)
+app.command()(down.down)
 app.command()(status.status)
 app.command()(explain.explain)
 app.command()(drain.drain)
+app.command()(inspect.inspect)
+app.command()(doctor.doctor)
 app.command("demo")(demo.run)
 app.add_typer(bench.app, name="bench")

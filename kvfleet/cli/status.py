@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import isinf
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from kvfleet.cli.console import Address, Name, plain_errors, show_bytes
+from kvfleet.cli.console import Address, Name, plain_errors, show_bytes, show_count
 from kvfleet.core.outcomes import Source
 from kvfleet.core.totals import Totals
 from kvfleet.explain import words
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_dict",
     "directory_line",
+    "drives_table",
     "misses_table",
     "nodes_table",
     "notes",
@@ -33,6 +36,7 @@ __all__ = [
 ]
 
 _SOURCES = tuple(source.value for source in Source)
+_YEARS_MAX = 99  # no drive is known to last longer
 
 
 def status(
@@ -42,9 +46,9 @@ def status(
 ) -> None:
     """Show what the nodes of a fleet hold, what engines asked for, and what became of it."""
     with plain_errors():
-        import kvfleet
+        from kvfleet.operating import join
 
-        found = kvfleet.connect(name, address=address).status()
+        found = join(name, address=address).status()
     if as_json:
         typer.echo(json.dumps(as_dict(found), indent=2))
         return
@@ -55,11 +59,17 @@ def status(
     if any(outcome not in _SOURCES for outcome in found.totals.outcomes):
         console.print("", misses_table(found.totals), sep="\n")
     console.print("\n" + directory_line(found), highlight=False)
+    for line in catalog_lines(found):
+        console.print(line, highlight=False)
 
 
 def as_dict(found: FleetStatus) -> dict[str, object]:
     """All that is known, in JSON's types."""
     everything = asdict(found) | {"totals": asdict(found.totals)}
+    for node in everything["nodes"]:
+        for drive in node["drives"]:
+            if isinf(drive["life_days"]):  # JSON has no word for it
+                drive["life_days"] = None
     if found.directory is not None:
         everything["directory"]["stats"]["memory_bytes"] = found.directory.stats.memory_bytes
     return everything
@@ -68,6 +78,8 @@ def as_dict(found: FleetStatus) -> dict[str, object]:
 def show_nodes(console: Console, found: FleetStatus) -> None:
     """The table of nodes, and what there is to say about each."""
     console.print(nodes_table(found))
+    if any(node.drives for node in found.nodes):
+        console.print("", drives_table(found), sep="\n")
     for line in notes(found):
         console.print(line, markup=False, emoji=False, highlight=False)
 
@@ -106,6 +118,31 @@ def _figures(node: NodeStatus) -> list[str]:
     ]
 
 
+def drives_table(found: FleetStatus) -> Table:
+    """The drives of each node: what is on them, and what writing wears out."""
+    table = _table("drives", "node", "size", "fill", "blocks", "today", "of budget", "lasts")
+    table.add_column("directory", overflow="fold")
+    for node in found.nodes:
+        for drive in node.drives:
+            table.add_row(
+                node.node_id[:8],
+                show_bytes(drive.capacity_bytes),
+                _share(drive.used_bytes, drive.capacity_bytes),
+                f"{drive.blocks:,}",
+                show_bytes(drive.today_bytes),
+                _share(drive.today_bytes, drive.day_bytes),
+                _show_days(drive.life_days),
+                Text(drive.directory),
+            )
+    return table
+
+
+def _show_days(days: float) -> str:
+    """How long a drive lasts if it is written as until now."""
+    years = days / 365
+    return f"{days:.0f} days" if years < 1 else f"{years:.0f} years" if years <= _YEARS_MAX else "-"
+
+
 def notes(found: FleetStatus) -> Iterator[str]:
     """What is not as usual, a line a node."""
     for node in found.nodes:
@@ -113,13 +150,16 @@ def notes(found: FleetStatus) -> Iterator[str]:
             node.problem,
             "draining: it takes no stores" if node.draining else "",
             f"shared tier: {node.shared_problem}" if node.shared_problem else "",
+            *(f"{drive.directory}: {drive.problem}" for drive in node.drives if drive.problem),
+            *(f"{drive.directory}: much slower than the others, not written" for drive in node.drives if drive.slow),
+            *(f"{drive.directory}: no direct I/O there" for drive in node.drives if not drive.direct),
             f"does not ask {', '.join(name[:8] for name in node.avoided)}: no answer" if node.avoided else "",
             *node.audit,
         ]
         if any(said):
             yield f"{node.node_id[:8]}: " + "; ".join(filter(None, said))
     for node_id in found.silent:
-        yield f"{node_id[:8]}: its manager did not answer"
+        yield f"{node_id[:8]}: no answer from its manager; engines there read what its memory holds, and store nothing"
 
 
 def requests_table(found: FleetStatus) -> Table:
@@ -161,11 +201,25 @@ def misses_table(totals: Totals) -> Table:
 def directory_line(found: FleetStatus) -> str:
     """How the directory is doing."""
     if found.directory is None:
-        return "directory: did not answer; nodes find what they hold themselves"
+        return "directory: no answer; nodes find what they hold themselves"
     stats = found.directory.stats
     refused = f", {stats.refused:,} refused" if stats.refused else ""
     listed = "" if found.directory.shared_listed else "; the shared tier is being listed"
     return (
-        f"directory: {stats.rows:,} of at most {stats.capacity:,} records of {len(stats.nodes)} nodes in "
+        f"directory: {stats.rows:,} of at most {stats.capacity:,} records of {show_count(len(stats.nodes), 'node')} in "
         f"{show_bytes(stats.memory_bytes)}{refused}; {stats.shared:,} in the shared tier{listed}"
     )
+
+
+def catalog_lines(found: FleetStatus) -> Iterator[str]:
+    """What the shared tier has, as the node says that keeps its catalog."""
+    for node in found.nodes:
+        catalog = node.catalog
+        if catalog is not None:
+            limit = f" of at most {show_bytes(catalog.bytes_max)}" if catalog.bytes_max is not None else ""
+            refused = f", {catalog.refused:,} more are not known" if catalog.refused else ""
+            problem = f"; {catalog.problem}" if catalog.problem else ""
+            yield (
+                f"shared tier: {show_count(catalog.objects, 'object')} in {show_bytes(catalog.num_bytes)}{limit}"
+                f"{refused}; {node.node_id[:8]} keeps the catalog{problem}"
+            )

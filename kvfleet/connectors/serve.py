@@ -21,7 +21,7 @@ import typer
 
 import kvfleet
 from kvfleet.cli.console import parse_bytes
-from kvfleet.config import FleetConfig
+from kvfleet.config import DriveConfig, FleetConfig
 from kvfleet.connectors.vllm.joining import Settings
 from kvfleet.errors import ConfigError
 
@@ -39,10 +39,10 @@ _BACKEND = "kvfleet.connectors.serve_backend:KVFleetConnectorBackend"
 def app(args: Mapping[str, Any]) -> Application:
     """What `serve run kvfleet.connectors.serve:app name=value ...` serves: one model, over one fleet.
 
-    Connects to Ray if this process is not; a Ray cluster that runs is taken, `RAY_ADDRESS` names another. With `dram`
-    or `shared`, the fleet is started with them, or joined if it runs with just these. With neither, whatever fleet of
-    that name runs is joined, and one with default settings started if there is none. It outlives the application:
-    `kvfleet down` ends it.
+    Connects to Ray if this process is not; a Ray cluster that runs is taken, `RAY_ADDRESS` names another. With `dram`,
+    `nvme` or `shared`, the fleet is started with them, or joined if it runs with just these. With none of these, any
+    fleet of that name that runs is joined, and one with default settings started if there is none. It outlives the
+    application: `kvfleet down` ends it.
 
     Args:
         args: values as text, or as they are in a configuration file:
@@ -50,6 +50,7 @@ def app(args: Mapping[str, Any]) -> Application:
             `replicas`: how many; default 1;
             `fleet`: its name; default `default`;
             `dram`: size of each node's arena, like 8GiB;
+            `nvme`: directories on drives that each node has there, separated by commas;
             `shared`: URL of the shared tier, like s3://bucket/prefix;
             `max_model_len`, `dtype`, `block_size`, `tensor_parallel`: as vLLM's options, with vLLM's defaults;
             `engine_kwargs`: further engine arguments of vLLM, as a JSON object.
@@ -60,9 +61,12 @@ def app(args: Mapping[str, Any]) -> Application:
     config = llm_config(args)
     values = _read(args)
     fleet = FleetConfig(
-        name=values.get("fleet", "default"), dram_bytes=values.get("dram"), shared_url=values.get("shared")
+        name=values.get("fleet", "default"),
+        dram_bytes=values.get("dram"),
+        nvme=values.get("nvme", ()),
+        shared_url=values.get("shared"),
     )
-    _start(fleet, joins_any=not values.keys() & {"dram", "shared"})
+    _start(fleet, joins_any=not values.keys() & {"dram", "nvme", "shared"})
     from ray.serve.llm import build_openai_app
 
     return build_openai_app({"llm_configs": [config]})
@@ -87,7 +91,7 @@ def llm_config(args: Mapping[str, Any]) -> LLMConfig:
     The computing is done on GPUs, or on CPUs if the vLLM that is installed is one for CPUs.
 
     Args:
-        args: as for `app`. `dram` and `shared` are checked and not used: no fleet is started.
+        args: as for `app`. `dram`, `nvme` and `shared` are checked and not used: no fleet is started.
 
     Raises:
         ConfigError: an argument that does not exist or cannot be.
@@ -175,6 +179,10 @@ def _size(value: object) -> int:
         raise ValueError("must be a size like 48GiB or 512MiB") from error
 
 
+def _drives(value: object) -> tuple[DriveConfig, ...]:
+    return tuple(DriveConfig(directory=directory.strip()) for directory in _text(value).split(","))
+
+
 def _engine_arguments(value: object) -> dict[str, Any]:
     try:
         found = json.loads(value) if isinstance(value, str) else value
@@ -192,6 +200,7 @@ _ARGUMENTS: Mapping[str, Callable[[object], Any]] = {
     "replicas": _count,
     "fleet": _text,
     "dram": _size,
+    "nvme": _drives,
     "shared": _text,
     "max_model_len": _count,
     "dtype": _text,

@@ -49,4 +49,4 @@ def _start_manager(fleet: str, node: str) -> None:
     config = kvfleet.connect(fleet).config
     attachment = ManagerCalls(config, node).attach(config.attach_timeout_s)
     if attachment.problem:
-        raise ConfigError("fleet", attachment.problem)
+        raise ConfigError("", attachment.problem)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from kvfleet.core.block import BlockKey
 
-__all__ = ["Admission", "Counters", "Evicted", "Grant", "NewBlock", "Restored", "Transfer"]
+__all__ = ["Admission", "Counters", "Evicted", "Gate", "Grant", "LowerTier", "NewBlock", "Restored", "Transfer"]
+
+LowerTier = Literal["nvme", "shared"]
+"""A tier that blocks are copied down to: the node's own drives, or the one that all nodes share."""
+
+Gate = Callable[[int, int], bool]
+"""`gate(num_bytes, uses)`: whether a lower tier would take a block now that was used so often since it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +46,14 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A copy from a slot to the tier below that is to be made, and then told by `complete`.
+    """A copy from a slot to a lower tier that is to be made, and then told by `complete`.
 
     The block stays where it is and readable. The copier checks the slot's generation after it has read it, as any
     reader does.
 
     Attributes:
         kind: "save" is write-behind; "demote" is urgent: an admission waits for the room.
+        tier: where the copy goes.
         key: of the block.
         shard: of the record.
         slot: to read.
@@ -54,6 +62,7 @@ class Transfer:
     """
 
     kind: Literal["save", "demote"]
+    tier: LowerTier
     key: BlockKey
     shard: int
     slot: int

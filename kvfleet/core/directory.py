@@ -197,6 +197,11 @@ class Directory:
         """Those of some packed records of which the shared tier has a copy, in the same order."""
         return b"".join(r for r in split_records(records) if self._rows.part(r).get(r, 0) & SHARED)
 
+    def holders(self, record: bytes) -> tuple[NodeId, ...]:
+        """The nodes that hold a packed record."""
+        bits = self._rows.part(record).get(record, 0) & self._rows.visible & ~SHARED
+        return tuple(self._by_bit[bit] for bit in _split_bits(bits))
+
     def stats(self) -> DirectoryStats:
         """Sizes, for metrics and `status`."""
         nodes = tuple(

@@ -11,11 +11,12 @@ from typing import NewType
 
 import numpy as np
 
-__all__ = ["RECORD_BYTES", "Applied", "Delta", "Digest", "InventoryPage", "NodeId", "split_records"]
+__all__ = ["RECORD_BYTES", "Applied", "Delta", "Digest", "InventoryPage", "NodeId", "record_id", "split_records"]
 
 NodeId = NewType("NodeId", str)
 
 RECORD_BYTES = 18
+_OBJECT_BYTES = 71
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,11 @@ class Delta:
         removed: packed records it no longer holds.
         shared_added: packed records of which the shared tier has a copy, whoever wrote it.
         shared_removed: packed records whose shared copy is gone or bad, for everyone.
+        shared_dropped: those of them that the keeper of the catalog is about to delete, as there are too many.
+        shared_lost: those of them whose copy should have been there and good: who holds them saves them again.
         digest: of all the node's records after this delta, or None.
-        not_admitted: packed records that clients wanted to store here and that found no room. A hint: it may be lost.
+        not_admitted: packed records that clients wanted to store here and could not. A hint: it may be lost.
+        objects: packed rows (`objectrows.ROW`) of objects that were written to the shared tier, or used.
     """
 
     node: NodeId
@@ -62,12 +66,15 @@ class Delta:
     shared_removed: bytes = b""
     digest: Digest | None = None
     not_admitted: bytes = b""
+    objects: bytes = b""
+    shared_lost: bytes = b""
+    shared_dropped: bytes = b""
 
     @property
     def num_records(self) -> int:
         """How many records it tells something of; a measure of the work it makes."""
         told = (self.added, self.removed, self.shared_added, self.shared_removed, self.not_admitted)
-        return sum(map(len, told)) // RECORD_BYTES
+        return sum(map(len, told)) // RECORD_BYTES + len(self.objects) // _OBJECT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,11 @@ class Applied(Enum):
     NEED_INVENTORY = "need_inventory"  # send page 0 next
     STALE_EPOCH = "stale_epoch"  # nothing changed; a later life of the node has spoken
     BUSY = "busy"  # nothing changed; send the same again, a little later
+
+
+def record_id(key: bytes, shard: int) -> bytes:
+    """A key and a shard packed: 18 bytes."""
+    return key + shard.to_bytes(RECORD_BYTES - len(key), "little")
 
 
 def split_records(packed: bytes) -> list[bytes]:

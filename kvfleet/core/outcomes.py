@@ -11,6 +11,7 @@ class Source(str, Enum):
     """Where a block came from."""
 
     DRAM = "dram"
+    NVME = "nvme"
     PEER = "peer"
     SHARED = "shared"
 
@@ -19,7 +20,7 @@ class Miss(str, Enum):
     """Why a block did not come."""
 
     NEVER_STORED = "never_stored"
-    NOT_ADMITTED = "not_admitted"  # it was offered, and found no room
+    NOT_ADMITTED = "not_admitted"  # it was offered, and found no room, or no manager that takes it
     EVICTED = "evicted"  # it was here or at its holder, and had to go; or it went during the copy
     HOLDER_LOST = "holder_lost"  # the node that had it is gone
     UNKNOWN = "unknown"  # one of these four: too long ago to be remembered

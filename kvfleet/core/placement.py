@@ -7,24 +7,40 @@ Plan, then act: nothing is copied here. `admit` says which slots to write and wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
-from kvfleet.core.admission import Admission, Counters, Evicted, Grant, NewBlock, Restored, Transfer
-from kvfleet.core.block import KEY_BYTES, BlockKey
+from kvfleet.core.admission import Admission, Counters, Evicted, Gate, Grant, LowerTier, NewBlock, Restored, Transfer
+from kvfleet.core.block import BlockKey
+from kvfleet.core.evictions import Evictions
 from kvfleet.core.policies.base import Policy
 from kvfleet.core.residents import Record, Residents
 from kvfleet.core.saves import Saves
 from kvfleet.core.slabs import SlabMap
 
-__all__ = ["Admission", "Counters", "Evicted", "Grant", "NewBlock", "Placement", "Restored", "Transfer"]
+__all__ = [
+    "Admission",
+    "Counters",
+    "Evicted",
+    "Gate",
+    "Grant",
+    "LowerTier",
+    "NewBlock",
+    "Placement",
+    "Restored",
+    "Transfer",
+]
+
+_NONE_BELOW: Mapping[LowerTier, Gate] = MappingProxyType({})
 
 
 class Placement:
-    """Decides which blocks a node's arena holds.
+    """Decides which blocks a node's arena, or one of its drives, holds.
 
     Evicts on demand, for the exact deficit, leaf first and all shards of a key together. Busy blocks (being
-    written or transferred) and held ones stay. With a tier below, a block that has no copy there is demoted
-    before it goes: `admit` answers with transfers, and finds the room when it is asked again.
+    written or transferred) and held ones stay. With tiers below, a block that has no copy in any of them is demoted
+    before it goes, to the first whose gate takes it: `admit` answers with transfers, and finds the room when it is
+    asked again. One that no gate takes goes without.
 
     Room of other slot sizes is taken a run at a time, where a whole run with all its blocks' descendants was used
     less lately than what the size itself would evict.
@@ -32,19 +48,22 @@ class Placement:
     Threads: none of its own; calls must not overlap. Times are passed in, in seconds.
     """
 
-    def __init__(self, slabs: SlabMap, policy: Callable[[], Policy], *, lower_tier: bool) -> None:
+    def __init__(
+        self, slabs: SlabMap, policy: Callable[[], Policy], *, lower: Mapping[LowerTier, Gate] = _NONE_BELOW
+    ) -> None:
         """Start empty.
 
         Args:
-            slabs: the arena's slots, none taken, or as restored.
+            slabs: the slots, none taken, or as restored.
             policy: makes an eviction policy; one is made for each slot size.
-            lower_tier: there is a tier to save blocks to.
+            lower: the tiers to save blocks to, in order of demotion. Each gate is asked before a copy is begun.
         """
         self.counters = Counters()
         self._slabs = slabs
         self._residents = Residents(slabs, policy)
         self._holds: dict[BlockKey, int] = {}
-        self._saves = Saves(self._residents, self.counters, lower_tier=lower_tier)
+        self._saves = Saves(self._residents, self.counters, lower)
+        self._evictions = Evictions(slabs, self._residents, self._saves, self._holds, self.counters)
 
     @property
     def used_bytes(self) -> int:
@@ -56,28 +75,39 @@ class Placement:
         """Transfers given out and not yet completed."""
         return self._saves.in_transfer
 
-    @property
-    def num_unsaved(self) -> int:
-        """Records that wait for a copy in the tier below, or are being copied."""
-        return self._saves.num_unsaved
+    def num_in_transfer(self, tier: LowerTier) -> int:
+        """Those of them that go to one tier."""
+        return self._saves.num_in_transfer(tier)
 
-    def unsaved(self) -> tuple[int, int]:
-        """How many committed records have no copy below, and their bytes; also if there is no tier below."""
-        sizes = [
-            self._residents.blocks[key].num_bytes
-            for key, _, record in self._residents.records()
-            if record.committed and not record.saved
-        ]
-        return len(sizes), sum(sizes)
+    def num_unsaved(self, tier: LowerTier) -> int:
+        """Records that wait for a copy in a tier, or are being copied; 0 if there is no such tier."""
+        return self._saves.num_unsaved(tier)
+
+    def unsaved(self, *tiers: LowerTier) -> tuple[int, int]:
+        """How many committed records have no copy in any of some tiers, and their bytes."""
+        return self._saves.unsaved(tiers)
+
+    def parent(self, key: BlockKey) -> BlockKey | None:
+        """The key before that of a block that is here; None for the first. An absent one may be a fingerprint only."""
+        return self._residents.blocks[key].parent
 
     def block_bytes(self, key: BlockKey) -> int:
         """Bytes of the slots that a block's records have; 0 if it is not here."""
         block = self._residents.blocks.get(key)
         return 0 if block is None else block.size * len(block.records)
 
-    def saved_records(self) -> list[tuple[BlockKey, int]]:
-        """Committed records of which the tier below has a copy."""
-        return [(key, shard) for key, shard, record in self._residents.records() if record.committed and record.saved]
+    def shards(self, key: BlockKey) -> list[int]:
+        """The shards of a block that are here, committed or not."""
+        block = self._residents.blocks.get(key)
+        return [] if block is None else list(block.records)
+
+    def saved_records(self, tier: LowerTier) -> list[tuple[BlockKey, int]]:
+        """Committed records of which a tier has a copy."""
+        return [(key, shard) for key, shard, r in self._residents.records() if r.committed and tier in r.saved]
+
+    def is_saved(self, key: BlockKey, shard: int, tier: LowerTier) -> bool:
+        """Whether a record that is here has a copy in a lower tier."""
+        return self._saves.is_saved(key, shard, tier)
 
     def resident(self, key: BlockKey, shard: int) -> int | None:
         """The slot of a committed record."""
@@ -95,9 +125,7 @@ class Placement:
 
     def records(self) -> list[Evicted]:
         """All committed records."""
-        return [
-            Evicted(key, shard, record.slot) for key, shard, record in self._residents.records() if record.committed
-        ]
+        return [Evicted(key, shard, r.slot) for key, shard, r in self._residents.records() if r.committed]
 
     def slots(self) -> list[int]:
         """All taken slots."""
@@ -110,17 +138,19 @@ class Placement:
 
         Args:
             blocks: all of one size.
-            now: counts as a use of the blocks that are here already and of the parents.
+            now: counts as a use of the blocks that are here already. It is the last use of their parents too.
         """
         answer = Admission()
         wanted: dict[tuple[BlockKey, int], int] = {}
         protected = dict.fromkeys(key for block in blocks for key in (block.key, block.parent) if key is not None)
         for key in protected:
-            self._residents.touch(key, now)
+            self._residents.touch(key, now, uses=0)
         for index, block in enumerate(blocks):
             record_id = (block.key, block.shard)
             if record_id in wanted or self._residents.record(*record_id) is not None:
                 answer.already.append(index)
+                if self.resident(*record_id) is not None:
+                    self._touch(block.key, now, uses=1)
             else:
                 wanted[record_id] = index
         waiting = deque(wanted.values())
@@ -129,7 +159,7 @@ class Placement:
             size = self._slabs.slot_size(blocks[0].num_bytes)
             self._grant(blocks, waiting, answer, now)
             if waiting:
-                self._make_room(size, len(waiting), protected, answer)
+                self._evictions.make_room(size, len(waiting), protected, answer)
                 self._grant(blocks, waiting, answer, now)
         answer.refused.extend(waiting)
         self.counters.admitted += len(answer.grants)
@@ -141,8 +171,8 @@ class Placement:
         record = self._pending_record(key, shard)
         record.committed = True
         self._residents.blocks[key].busy -= 1
-        self._residents.touch(key, now)
-        self._saves.want(key, shard)
+        self._residents.touch(key, now, uses=0)
+        self._saves.want(key)
 
     def abort(self, key: BlockKey, shard: int) -> int:
         """A granted slot will not be written: it is free again. Returns the slot."""
@@ -157,17 +187,23 @@ class Placement:
         """
         block = self._residents.blocks.get(key)
         shards = [] if block is None else [shard for shard, record in block.records.items() if record.committed]
-        return [self._remove(key, shard) for shard in shards]
+        return [self._evictions.remove(key, shard) for shard in shards]
 
     def touch(self, key: BlockKey, now: float) -> None:
         """Note a use of a block; one that is not here is ignored."""
-        self._residents.touch(key, now)
+        self._touch(key, now, uses=1)
 
-    def touch_slot(self, slot: int, now: float) -> None:
-        """Note a use that a reader wrote into the record table; a free slot is ignored."""
+    def touch_slot(self, slot: int, now: float) -> BlockKey | None:
+        """Note a use that a reader wrote into the record table. Returns whose slot it is; None if it is free."""
         key = self._residents.key_at(slot)
         if key is not None:
-            self._residents.touch(key, now)
+            self._touch(key, now, uses=int(self._residents.first(slot)))
+        return key
+
+    def _touch(self, key: BlockKey, now: float, *, uses: int) -> None:
+        self._residents.touch(key, now, uses=uses)
+        if uses:
+            self._saves.want(key)
 
     def hold(self, key: BlockKey) -> None:
         """Keep a block that is here until as many `release`s."""
@@ -188,38 +224,45 @@ class Placement:
         brought are ancestors of the few blocks they hold, and blocks go leaf first. What was just copied out of the
         deepest is then the best to go. Nothing, if all are held or busy.
         """
-        size, blocks = self._slabs.slot_size(num_bytes), self._residents.blocks
-        fit = (key for key, b in blocks.items() if b.size == size and not b.busy and key not in self._holds)
-        victim = max(fit, key=lambda key: (blocks[key].last_used, blocks[key].depth, key), default=None)
-        answer = Admission()
-        if victim is not None:
-            self._evict(victim, answer)
-        return answer.evicted
+        return self._evictions.give_way(num_bytes)
 
-    def saved(self, key: BlockKey, shard: int) -> None:
-        """The tier below has a copy of a record; one that is not here is ignored."""
-        self._saves.saved(key, shard)
+    def saved(self, key: BlockKey, shard: int, tier: LowerTier) -> None:
+        """A tier has a copy of a record; one that is not here is ignored."""
+        self._saves.saved(key, shard, tier)
 
-    def next_saves(self, max_bytes: int) -> list[Transfer]:
+    def lost(self, key: BlockKey, shard: int, tier: LowerTier, *, again: bool) -> None:
+        """A tier has no copy of a record any more; one that is not here is ignored.
+
+        `again`: save it again now. If not, it is when it is used again, or demoted when it has to go.
+        """
+        self._saves.lost(key, shard, tier, again=again)
+
+    def next_saves(self, tier: LowerTier, max_bytes: int) -> list[Transfer]:
         """Write-behind to be done next, the longest committed first.
 
-        At most `max_bytes` of records, but at least one if any has to be saved.
+        At most `max_bytes` of records, but at least one if any has to be saved. What the tier's gate refuses is not
+        asked about again until it is used again, or `requeue`d.
         """
-        return self._saves.next(max_bytes)
+        return self._saves.next(tier, max_bytes)
 
-    def rank_saves(self) -> None:
+    def requeue(self, tier: LowerTier) -> None:
+        """Save all that has no copy in a tier, also what its gate refused, or what failed there."""
+        self._saves.requeue(tier)
+
+    def rank_saves(self, tier: LowerTier) -> None:
         """Do write-behind by value from here on: what was used last first, a block before those that build on it."""
-        self._saves.rank(self._residents.heat())
+        self._saves.rank(tier, self._residents.heat())
 
-    def complete(self, transfer: Transfer, *, ok: bool) -> None:
+    def complete(self, transfer: Transfer, *, ok: bool, again: bool = True) -> None:
         """Tell the outcome of a transfer. One whose record was dropped meanwhile is void.
 
-        After it a demoted block can be evicted at once: one that could not be copied goes without.
+        After it a demoted block can be evicted at once: one that no tier could take goes without. What failed is
+        tried again in its turn, or only once it is used again.
         """
-        self._saves.complete(transfer, ok=ok)
+        self._saves.complete(transfer, ok=ok, again=again)
 
     def restore(self, found: Iterable[Restored]) -> list[int]:
-        """Take over the records that an earlier manager left in the arena; the slabs have been restored.
+        """Take over the records that an earlier process left in the slots; the slabs have been restored.
 
         Parents are found again by fingerprint and depth; a block whose parent is not here is an orphan. All
         are taken for unsaved until `saved` says otherwise.
@@ -228,21 +271,11 @@ class Placement:
             Slots of records that do not fit their slot or that another slot has as well. They are free again.
         """
         assert not self._residents.blocks, "nothing has been admitted yet"
-        found = sorted(found, key=lambda item: (item.last_access, item.depth, item.slot))
-        parents = {(_fingerprint(item.key), item.depth): item.key for item in found}
         refused = []
-        for item in found:
-            if not self._residents.fits(item.key, item.shard, item.num_bytes, item.slot):
-                self._slabs.give(item.slot)
+        for item, fits in self._residents.restore(found):
+            if not fits:
                 refused.append(item.slot)
-                continue
-            parent = None
-            if item.parent_fingerprint:
-                absent = BlockKey(item.parent_fingerprint.to_bytes(4, "little") + bytes(KEY_BYTES - 4))
-                parent = parents.get((item.parent_fingerprint, item.depth - 1), absent)
-            block = NewBlock(item.key, item.shard, parent, item.num_bytes)
-            self._residents.add(block, item.slot, item.last_access, item.depth)
-            if item.committed:
+            elif item.committed:
                 self.commit(item.key, item.shard, item.last_access)
         return refused
 
@@ -265,81 +298,3 @@ class Placement:
                 return
             self._residents.add(block, slot, now)
             answer.grants.append(Grant(waiting.popleft(), slot))
-
-    def _make_room(self, size: int, need: int, protected: Container[BlockKey], answer: Admission) -> None:
-        """Make `need` slots free, now or by transfers, as far as it goes."""
-
-        def worth(key: BlockKey) -> int:
-            block = self._residents.blocks[key]
-            return 0 if block.busy or key in protected or key in self._holds else len(block.records)
-
-        policy = self._residents.policy(size)
-        own = deque(policy.victims(need, worth) if policy is not None else ())
-        leaving: set[BlockKey] = set()
-        for window in self._slabs.windows(size, self._residents.heat()) if self._slabs.others(size) else ():
-            while own and need > 0 and self._residents.blocks[own[0]].last_used <= window.heat:
-                need -= self._let_go([own.popleft()], answer)
-            if need <= 0:
-                return
-            keys = self._closure(window.slots, worth, leaving)
-            if keys is not None:
-                self._let_go(keys, answer)
-                leaving.update(keys)
-                need -= self._slabs.slots_per_run(size)
-        while own and need > 0:
-            need -= self._let_go([own.popleft()], answer)
-
-    def _closure(
-        self, slots: Sequence[int], worth: Callable[[BlockKey], int], leaving: Container[BlockKey]
-    ) -> list[BlockKey] | None:
-        """The blocks in some slots with all their descendants, each after its own, less those that leave already.
-
-        None if one of them must stay.
-        """
-        keys: dict[BlockKey, None] = {}
-        for slot in slots:
-            root = self._residents.key_at(slot)
-            if root is None or root in keys or root in leaving:
-                continue  # a window before this one shares the slot
-            for key in (*self._residents.policy_of(root).descendants(root), root):
-                if key in leaving:
-                    continue
-                if not worth(key):
-                    return None
-                keys[key] = None
-        return list(keys)
-
-    def _let_go(self, keys: Sequence[BlockKey], answer: Admission) -> int:
-        """Evict blocks, unless some must be saved first: then those are demoted, and all go another time.
-
-        Returns:
-            How many slots they have.
-        """
-        num_slots = 0
-        num_transfers = len(answer.transfers)
-        for key in keys:
-            records = self._residents.blocks[key].records
-            num_slots += len(records)
-            for shard, record in records.items():
-                if self._saves.needed(record):
-                    answer.transfers.append(self._saves.begin("demote", key, shard))
-        if len(answer.transfers) == num_transfers:
-            for key in keys:
-                if self._residents.policy_of(key).is_leaf(key):  # else a child of it is being demoted
-                    self._evict(key, answer)
-        return num_slots
-
-    def _evict(self, key: BlockKey, answer: Admission) -> None:
-        for shard, record in list(self._residents.blocks[key].records.items()):
-            answer.evicted.append(self._remove(key, shard))
-            self.counters.evicted += 1
-            self.counters.dropped_unsaved += not record.saved
-
-    def _remove(self, key: BlockKey, shard: int) -> Evicted:
-        record = self._residents.remove(key, shard)
-        self._saves.forget(key, shard, record)
-        return Evicted(key, shard, record.slot)
-
-
-def _fingerprint(key: BlockKey) -> int:
-    return int.from_bytes(key[:4], "little")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfleet.core.admission import NewBlock
-from kvfleet.core.block import BlockKey
+from kvfleet.core.admission import LowerTier, NewBlock, Restored, Transfer
+from kvfleet.core.block import KEY_BYTES, BlockKey
 from kvfleet.core.policies.base import Policy
 from kvfleet.core.slabs import SlabMap
 
@@ -25,17 +25,26 @@ class Record:
     Attributes:
         slot: its number.
         committed: False while it is being written.
-        saved: the tier below has a copy.
-        given_up: it could not be copied below when its room was needed; it may go without, if it has to go before
-            write-behind succeeds.
-        transfer: serial of the transfer that reads the slot, or 0.
+        saved: lower tiers that have a copy.
+        given_up: lower tiers that did not take a copy when the room was needed; the record may go without, if it
+            has to go before write-behind succeeds.
+        transfers: those that read the slot now, at most one to each lower tier.
     """
 
     slot: int
     committed: bool = False
-    saved: bool = False
-    given_up: bool = False
-    transfer: int = 0
+    saved: tuple[LowerTier, ...] = ()
+    given_up: tuple[LowerTier, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+
+    def wants(self, tier: LowerTier) -> bool:
+        """Whether a copy in a lower tier could be made: there is none, and none on its way."""
+        return self.committed and tier not in self.saved and all(t.tier != tier for t in self.transfers)
+
+    @property
+    def busy(self) -> int:
+        """What goes on with the slot: it is written, or read by so many transfers."""
+        return len(self.transfers) if self.committed else 1
 
 
 @dataclass(slots=True)
@@ -48,8 +57,9 @@ class Block:
         size: of their slots.
         last_used: seconds; itself or, as far as `Residents.heat` has seen, through a block that builds on it.
         depth: how many ancestors it has here, or had when an earlier manager admitted it.
+        uses: how often it was used since it came here.
         records: by shard.
-        busy: how many of them are being written or transferred. A busy block stays.
+        busy: how many of them are being written, and how many transfers of them there are. A busy block stays.
     """
 
     parent: BlockKey | None
@@ -57,6 +67,7 @@ class Block:
     size: int
     last_used: float
     depth: int = 0
+    uses: int = 0
     records: dict[int, Record] = field(default_factory=dict)
     busy: int = 0
 
@@ -147,11 +158,32 @@ class Residents:
         self._used[new.key] = None
         self._keys[slot] = new.key
 
+    def restore(self, found: Iterable[Restored]) -> Iterator[tuple[Restored, bool]]:
+        """Enter records that are in taken slots already, as being written, those used longest ago first.
+
+        Returns:
+            Each with whether it is entered. The slot of one that does not fit it, or that is here twice, is free now.
+        """
+        found = sorted(found, key=lambda item: (item.last_access, item.depth, item.slot))
+        parents = {(_fingerprint(item.key), item.depth): item.key for item in found}
+        for item in found:
+            fits = self.fits(item.key, item.shard, item.num_bytes, item.slot)
+            if fits:
+                parent = None
+                if item.parent_fingerprint:
+                    absent = BlockKey(item.parent_fingerprint.to_bytes(4, "little") + bytes(KEY_BYTES - 4))
+                    parent = parents.get((item.parent_fingerprint, item.depth - 1), absent)
+                block = NewBlock(item.key, item.shard, parent, item.num_bytes)
+                self.add(block, item.slot, item.last_access, item.depth)
+            else:
+                self._slabs.give(item.slot)
+            yield item, fits
+
     def remove(self, key: BlockKey, shard: int) -> Record:
         """Take a record out and give its slot back."""
         block = self.blocks[key]
         record = block.records.pop(shard)
-        block.busy -= (not record.committed) + (record.transfer != 0)
+        block.busy -= record.busy
         self.num_records -= 1
         self._heat[record.slot] = -np.inf
         self._keys[record.slot] = None
@@ -165,10 +197,18 @@ class Residents:
                 del self._policies[block.size]
         return record
 
-    def touch(self, key: BlockKey, now: float) -> None:
-        """Note a use of a block, if it is here."""
+    def first(self, slot: int) -> bool:
+        """Whether a taken slot is that of its block's first record: all are read for one use, and that one counts."""
+        key = self._keys[slot]
+        return key is not None and next(iter(self.blocks[key].records.values())).slot == slot
+
+    def touch(self, key: BlockKey, now: float, *, uses: int) -> None:
+        """Note that a block was of use, if it is here; `uses` of them are counted."""
         block = self.blocks.get(key)
-        if block is not None and now > block.last_used:
+        if block is None:
+            return
+        block.uses += uses
+        if now > block.last_used:
             block.last_used = now
             self._policies[block.size].touch(key, now)
             self._used[key] = None
@@ -180,9 +220,9 @@ class Residents:
             if self._keys[record.slot] != key or self._slabs.slot_bytes(record.slot) != self.blocks[key].size:
                 findings.append(f"{key.hex()}.{shard}: slot {record.slot} is not its own")
         for key, block in self.blocks.items():
-            busy = sum((not record.committed) + (record.transfer != 0) for record in block.records.values())
+            busy = sum(record.busy for record in block.records.values())
             if busy != block.busy or key not in self._policies[block.size]:
-                findings.append(f"{key.hex()}: {busy} records busy, {block.busy} counted, or unknown to its policy")
+                findings.append(f"{key.hex()}: {busy} reads and writes, {block.busy} counted, or unknown to its policy")
         used = sum(len(block.records) * block.size for block in self.blocks.values())
         taken = sum(key is not None for key in self._keys)
         if (taken, used) != (self.num_records, self._slabs.used_bytes):
@@ -193,3 +233,7 @@ class Residents:
         if known != len(self.blocks):
             findings.append(f"policies know {known} of {len(self.blocks)} blocks")
         return findings
+
+
+def _fingerprint(key: BlockKey) -> int:
+    return int.from_bytes(key[:4], "little")

@@ -1,122 +1,196 @@
-"""Which records still need a copy in the tier below, and which copies are being made."""
+"""Which records still need a copy in which lower tier, and which copies are being made."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfleet.core.admission import Counters, Transfer
+from kvfleet.core.admission import Counters, Gate, LowerTier, Transfer
 from kvfleet.core.block import BlockKey
 from kvfleet.core.residents import Record, Residents
 
 __all__ = ["Saves"]
 
 
-class Saves:
-    """The queue of write-behind, oldest commit first, and the transfers given out."""
+@dataclass(slots=True)
+class _Lower:
+    """A lower tier: whether it takes a block, what waits for its copy there, and how many copies are being made."""
 
-    def __init__(self, residents: Residents, counters: Counters, *, lower_tier: bool) -> None:
-        self.in_transfer = 0
+    gate: Gate
+    queue: OrderedDict[tuple[BlockKey, int], None] = field(default_factory=OrderedDict)
+    in_transfer: int = 0
+
+
+class Saves:
+    """For each lower tier the queue of write-behind, oldest commit first, and the transfers given out.
+
+    What a tier's gate refuses leaves its queue until the block is used again.
+    """
+
+    def __init__(self, residents: Residents, counters: Counters, lower: Mapping[LowerTier, Gate]) -> None:
+        """Start with nothing queued; `lower` is in order of demotion."""
         self._residents = residents
         self._counters = counters
-        self._lower_tier = lower_tier
-        self._queue: OrderedDict[tuple[BlockKey, int], None] = OrderedDict()
+        self._lower = {tier: _Lower(gate) for tier, gate in lower.items()}
         self._last_serial = 0
 
     @property
-    def num_unsaved(self) -> int:
-        """Records that are queued or being copied."""
-        return len(self._queue) + self.in_transfer
+    def in_transfer(self) -> int:
+        """Transfers given out and not completed."""
+        return sum(lower.in_transfer for lower in self._lower.values())
 
-    def needed(self, record: Record) -> bool:
-        """Whether a record must not go without a copy being tried."""
-        return self._lower_tier and not record.saved and not record.given_up
+    def num_in_transfer(self, tier: LowerTier) -> int:
+        """Those to one tier; 0 if it is not there."""
+        lower = self._lower.get(tier)
+        return 0 if lower is None else lower.in_transfer
 
-    def want(self, key: BlockKey, shard: int) -> None:
-        """Queue a committed record for write-behind, if it has no copy below."""
-        record = self._residents.blocks[key].records[shard]
-        if self._lower_tier and not record.saved:
-            self._queue[key, shard] = None
+    def num_unsaved(self, tier: LowerTier) -> int:
+        """Records that are queued for a tier, or being copied to it."""
+        lower = self._lower.get(tier)
+        return 0 if lower is None else len(lower.queue) + lower.in_transfer
 
-    def saved(self, key: BlockKey, shard: int) -> None:
-        """The tier below has a copy of a record; one that is not here is ignored."""
+    def unsaved(self, tiers: Collection[LowerTier]) -> tuple[int, int]:
+        """How many committed records have no copy in any of some tiers, and their bytes."""
+        sizes = [
+            self._residents.blocks[key].num_bytes
+            for key, _, record in self._residents.records()
+            if record.committed and not any(tier in record.saved for tier in tiers)
+        ]
+        return len(sizes), sum(sizes)
+
+    def is_saved(self, key: BlockKey, shard: int, tier: LowerTier) -> bool:
+        """Whether a record is here and has a copy in a tier."""
+        record = self._residents.record(key, shard)
+        return record is not None and tier in record.saved
+
+    def refuge(self, key: BlockKey, record: Record) -> LowerTier | None:
+        """Where a record has to be copied to before it goes; None if it can go as it is."""
+        block = self._residents.blocks[key]
+        if not record.saved:
+            for tier, lower in self._lower.items():
+                if tier not in record.given_up and lower.gate(block.num_bytes, block.uses):
+                    return tier
+        return None
+
+    def want(self, key: BlockKey) -> None:
+        """Queue a block's committed records for write-behind to each tier that has no copy of them, if it is here."""
+        block = self._residents.blocks.get(key)
+        if block is not None:
+            for tier in self._lower:
+                for shard in block.records:
+                    self._want(key, shard, tier)
+
+    def requeue(self, tier: LowerTier) -> None:
+        """Queue all that has no copy in a tier, also what its gate refused before."""
+        for key, shard, _ in self._residents.records():
+            self._want(key, shard, tier)
+
+    def _want(self, key: BlockKey, shard: int, tier: LowerTier) -> None:
+        if self._residents.blocks[key].records[shard].wants(tier):
+            self._lower[tier].queue[key, shard] = None
+
+    def saved(self, key: BlockKey, shard: int, tier: LowerTier) -> None:
+        """A tier has a copy of a record; one that is not here is ignored."""
         record = self._residents.record(key, shard)
         if record is not None:
-            record.saved = True
-            self._queue.pop((key, shard), None)
+            if tier not in record.saved:
+                record.saved += (tier,)
+            self._lower[tier].queue.pop((key, shard), None)
 
-    def next(self, max_bytes: int) -> list[Transfer]:
-        """Write-behind to be done next: at most `max_bytes`, but at least one record if any is queued."""
+    def lost(self, key: BlockKey, shard: int, tier: LowerTier, *, again: bool) -> None:
+        """A tier has no copy of a record any more; one that is not here is ignored. `again`: queue it again."""
+        record = self._residents.record(key, shard)
+        if record is not None:
+            record.saved = tuple(other for other in record.saved if other != tier)
+            if again:
+                self._want(key, shard, tier)
+
+    def next(self, tier: LowerTier, max_bytes: int) -> list[Transfer]:
+        """Write-behind to be done next: at most `max_bytes`, but at least one record if the tier takes any."""
         transfers: list[Transfer] = []
-        while self._queue:
-            key, shard = next(iter(self._queue))
-            max_bytes -= self._residents.blocks[key].num_bytes
-            if transfers and max_bytes < 0:
+        lower = self._lower.get(tier)
+        while lower is not None and lower.queue:
+            key, shard = next(iter(lower.queue))
+            block = self._residents.blocks[key]
+            if transfers and block.num_bytes > max_bytes:
                 break
-            transfers.append(self.begin("save", key, shard))
+            if lower.gate(block.num_bytes, block.uses):
+                max_bytes -= block.num_bytes
+                transfers.append(self.begin("save", tier, key, shard))
+            else:
+                del lower.queue[key, shard]
         return transfers
 
-    def rank(self, heat: npt.NDArray[np.float64]) -> None:
+    def rank(self, tier: LowerTier, heat: npt.NDArray[np.float64]) -> None:
         """Queue the dearest first instead of the oldest.
 
         Args:
+            tier: whose queue.
             heat: of each slot.
         """
-        blocks = self._residents.blocks
-        records = {item: float(heat[blocks[item[0]].records[item[1]].slot]) for item in self._queue}
-        self._queue = OrderedDict.fromkeys(sorted(records, key=lambda item: (-records[item], item)))
+        blocks, lower = self._residents.blocks, self._lower.get(tier)
+        if lower is None:
+            return
+        records = {item: float(heat[blocks[item[0]].records[item[1]].slot]) for item in lower.queue}
+        lower.queue = OrderedDict.fromkeys(sorted(records, key=lambda item: (-records[item], item)))
 
-    def begin(self, kind: Literal["save", "demote"], key: BlockKey, shard: int) -> Transfer:
+    def begin(self, kind: Literal["save", "demote"], tier: LowerTier, key: BlockKey, shard: int) -> Transfer:
         """Give out a transfer of a committed record; its block stays until the end of it."""
-        block = self._residents.blocks[key]
+        block, lower = self._residents.blocks[key], self._lower[tier]
         record = block.records[shard]
         assert record.committed, "only what is written can be copied"
-        assert not record.transfer, "one transfer of a record at a time"
-        self._queue.pop((key, shard), None)
+        assert record.wants(tier), "one copy of a record in a tier"
+        lower.queue.pop((key, shard), None)
+        lower.in_transfer += 1
         self._last_serial += 1
-        self.in_transfer += 1
-        record.transfer = self._last_serial
+        transfer = Transfer(kind, tier, key, shard, record.slot, block.num_bytes, self._last_serial)
+        record.transfers += (transfer,)
         block.busy += 1
-        return Transfer(kind, key, shard, record.slot, block.num_bytes, record.transfer)
+        return transfer
 
-    def complete(self, transfer: Transfer, *, ok: bool) -> None:
-        """Tell the outcome of a transfer. One whose record was dropped meanwhile is void.
-
-        After it a demoted block can be evicted at once: one that could not be copied goes without.
-        """
-        record = self._residents.record(transfer.key, transfer.shard)
-        if record is None or record.transfer != transfer.serial:
+    def complete(self, transfer: Transfer, *, ok: bool, again: bool) -> None:
+        """See `Placement.complete`."""
+        key, shard, tier = transfer.key, transfer.shard, transfer.tier
+        record = self._residents.record(key, shard)
+        if record is None or transfer not in record.transfers:
             return
-        record.transfer = 0
-        self._residents.blocks[transfer.key].busy -= 1
-        self.in_transfer -= 1
+        record.transfers = tuple(other for other in record.transfers if other != transfer)
+        self._residents.blocks[key].busy -= 1
+        self._lower[tier].in_transfer -= 1
         demoted = transfer.kind == "demote"
         if ok:
-            record.saved = True
+            self.saved(key, shard, tier)
             self._counters.demoted += demoted
             self._counters.saved += not demoted
-        else:
-            record.given_up = record.given_up or (demoted and not record.saved)
-            self._counters.transfers_failed += 1
-            self.want(transfer.key, transfer.shard)
+            return
+        self._counters.transfers_failed += 1
+        if demoted and tier not in (*record.saved, *record.given_up):
+            record.given_up += (tier,)
+        if again:
+            self._want(key, shard, tier)
 
     def forget(self, key: BlockKey, shard: int, record: Record) -> None:
-        """A record has left: it is not queued any more, and a transfer of it is void."""
-        self._queue.pop((key, shard), None)
-        self.in_transfer -= record.transfer != 0
+        """A record has left: it is not queued any more, and transfers of it are void."""
+        for lower in self._lower.values():
+            lower.queue.pop((key, shard), None)
+        for transfer in record.transfers:
+            self._lower[transfer.tier].in_transfer -= 1
 
     def audit(self) -> list[str]:
         """What does not add up; nothing, unless there is a bug."""
         findings = []
         records = {(key, shard): record for key, shard, record in self._residents.records()}
-        transfers = sum(record.transfer != 0 for record in records.values())
-        if transfers != self.in_transfer:
-            findings.append(f"{transfers} records in transfer, {self.in_transfer} counted")
-        for key, shard in self._queue:
-            record = records.get((key, shard))
-            if record is None or record.saved or record.transfer or not record.committed:
-                findings.append(f"{key.hex()}.{shard}: queued, but not to be saved")
+        for tier, lower in self._lower.items():
+            transfers = sum(transfer.tier == tier for record in records.values() for transfer in record.transfers)
+            if transfers != lower.in_transfer:
+                findings.append(f"{transfers} records in transfer to {tier}, {lower.in_transfer} counted")
+            for key, shard in lower.queue:
+                record = records.get((key, shard))
+                if record is None or not record.wants(tier):
+                    findings.append(f"{key.hex()}.{shard}: queued for {tier}, but not to be saved")
         return findings

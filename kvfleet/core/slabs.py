@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kvfleet.core.runs import SLOT_ALIGN, UNITS_MAX, Run, fitting_units, kept_runs, table_value
+
 __all__ = ["SLOT_ALIGN", "SlabMap", "Window"]
-
-SLOT_ALIGN = 4096  # slots begin on pages
-_WASTE_MAX = 16  # a run wastes at most one part in so many, where it can
-
-
-@dataclass(slots=True)
-class _Run:
-    """Consecutive units cut into slots of one size; `slots` are their numbers, in order of their offsets."""
-
-    first_unit: int
-    num_units: int
-    slot_bytes: int
-    slots: list[int] = field(default_factory=list)
-    num_taken: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +34,8 @@ class SlabMap:
     slots are taken again oldest first. A run that is wholly free is given up when another size needs its units;
     `windows` says what to empty when none is.
 
-    The table of the units, one u64 a unit, is told by `on_change(unit, value)`, so that it can be kept beside the
-    arena and `restore`d: 0 for a free unit, else slot pages << 32 | units of the run << 16 | place in the run.
+    The table of the units (see `runs`) is told by `on_change(unit, value)`, so that it can be kept beside the arena and
+    `restore`d.
     """
 
     def __init__(
@@ -66,11 +54,11 @@ class SlabMap:
             on_change: is told of each unit whose table value changes.
         """
         assert unit_bytes % SLOT_ALIGN == 0, "units are whole pages"
-        assert 0 < capacity_bytes // unit_bytes < 1 << 16, "a unit's place fits in 16 bits"
+        assert 0 < capacity_bytes // unit_bytes < UNITS_MAX, "a unit's place fits in the table"
         self._unit_bytes = unit_bytes
         self._on_change = on_change
-        self._units: list[_Run | None] = [None] * (capacity_bytes // unit_bytes)
-        self._places: list[tuple[_Run, int] | None] = [None] * num_slots
+        self._units: list[Run | None] = [None] * (capacity_bytes // unit_bytes)
+        self._places: list[tuple[Run, int] | None] = [None] * num_slots
         self._numbers = deque(range(num_slots))  # not in any run
         self._free: dict[int, OrderedDict[int, None]] = {}  # free slots by size, oldest first
         self._num_runs: Counter[int] = Counter()  # by size
@@ -81,6 +69,11 @@ class SlabMap:
     def capacity_bytes(self) -> int:
         """Bytes that can be slots."""
         return len(self._units) * self._unit_bytes
+
+    @property
+    def num_units(self) -> int:
+        """How many units there are."""
+        return len(self._units)
 
     @property
     def num_slots(self) -> int:
@@ -107,17 +100,9 @@ class SlabMap:
         return self.run_units(size) * self._unit_bytes // size
 
     def run_units(self, size: int) -> int:
-        """Units of a run of slots of `size`: the fewest that waste at most 1/16.
-
-        Where none up to a quarter of the arena does, those that waste least. More units than the arena has if no
-        slot of that size fits.
-        """
+        """Units of a run of slots of `size`; more than there are if none fits."""
         if size not in self._run_units:
-            fewest = -(-size // self._unit_bytes)
-            candidates = range(fewest, max(fewest, min(8 * fewest, len(self._units) // 4)) + 1)
-            wastes = {units: units * self._unit_bytes % size / units for units in candidates}
-            limit = max(self._unit_bytes / _WASTE_MAX, min(wastes.values()))
-            self._run_units[size] = next(units for units, waste in wastes.items() if waste <= limit)
+            self._run_units[size] = fitting_units(size, self._unit_bytes, len(self._units))
         return self._run_units[size]
 
     def others(self, size: int) -> bool:
@@ -178,7 +163,11 @@ class SlabMap:
         """
         assert len(table) == len(self._units), "a table of the same arena"
         assert not self._runs(slice(None)), "a new map"
-        self._read(table)
+        runs, strays = kept_runs(table, self._unit_bytes)
+        for run in runs:
+            self._enter(run)
+        for unit in strays:
+            self._on_change(unit, 0)
         by_offset = {offset: slot for slot, offset in live.items()}
         lost = [slot for slot, offset in live.items() if by_offset[offset] != slot or not self._settle(slot, offset)]
         self._numbers = deque(number for number, place in enumerate(self._places) if place is None)
@@ -205,14 +194,14 @@ class SlabMap:
             findings.append(f"slots: {numbered} numbers, {len(self._places)} records")
         return findings
 
-    def _place(self, slot: int) -> tuple[_Run, int]:
+    def _place(self, slot: int) -> tuple[Run, int]:
         place = self._places[slot]
         assert place is not None, "slot is in a run"
         return place
 
-    def _runs(self, units: slice) -> list[_Run]:
+    def _runs(self, units: slice) -> list[Run]:
         """The runs that reach into some units, in order."""
-        runs: list[_Run] = []
+        runs: list[Run] = []
         for run in self._units[units]:
             if run is not None and (not runs or runs[-1] is not run):
                 runs.append(run)
@@ -232,7 +221,7 @@ class SlabMap:
                 self._dissolve(run)
         if not self._numbers:
             return False
-        run = _Run(start, length, size)
+        run = Run(start, length, size)
         self._enter(run)
         self._number(run)
         return True
@@ -246,14 +235,14 @@ class SlabMap:
                 return unit - length + 1
         return None
 
-    def _enter(self, run: _Run) -> None:
+    def _enter(self, run: Run) -> None:
         """Note a run's units."""
         self._num_runs[run.slot_bytes] += 1
         self._units[run.first_unit : run.first_unit + run.num_units] = [run] * run.num_units
         for place in range(run.num_units):
-            self._on_change(run.first_unit + place, _table_value(run, place))
+            self._on_change(run.first_unit + place, table_value(run, place))
 
-    def _dissolve(self, run: _Run) -> None:
+    def _dissolve(self, run: Run) -> None:
         """Make the units and numbers of an empty run free."""
         assert not run.num_taken, "run is empty"
         free = self._free.get(run.slot_bytes, OrderedDict())
@@ -268,7 +257,7 @@ class SlabMap:
             self._units[unit] = None
             self._on_change(unit, 0)
 
-    def _number(self, run: _Run) -> None:
+    def _number(self, run: Run) -> None:
         """Give numbers to a run's positions that have none and make them free, as far as the numbers go."""
         numbered = {self._place(slot)[1] for slot in run.slots}
         free = self._free.setdefault(run.slot_bytes, OrderedDict())
@@ -278,22 +267,6 @@ class SlabMap:
                 run.slots.append(slot)
                 self._places[slot] = (run, position)
                 free[slot] = None
-
-    def _read(self, table: Sequence[int]) -> None:
-        """Enter the whole runs of a kept table and clear the rest of it."""
-        unit = 0
-        while unit < len(self._units):
-            value = int(table[unit])
-            size, length = (value >> 32) * SLOT_ALIGN, value >> 16 & 0xFFFF
-            run = _Run(unit, length, size)
-            kept = [int(entry) for entry in table[unit : unit + length]]
-            if 0 < size <= length * self._unit_bytes and kept == [_table_value(run, i) for i in range(length)]:
-                self._enter(run)
-                unit += length
-            else:
-                if value:
-                    self._on_change(unit, 0)
-                unit += 1
 
     def _settle(self, slot: int, offset: int) -> bool:
         """Take a given slot at a given offset, if that is where a slot can be."""
@@ -309,7 +282,3 @@ class SlabMap:
         self._places[slot] = (run, position)
         self.used_bytes += run.slot_bytes
         return True
-
-
-def _table_value(run: _Run, place: int) -> int:
-    return (run.slot_bytes // SLOT_ALIGN) << 32 | run.num_units << 16 | place

@@ -1,6 +1,6 @@
 """The arena: one shared-memory file a node, mapped by every engine process and by the manager.
 
-    header · slab table · record table · slots
+    header · slab table · record table · record table of the drives · slots
 
 The file is allocated whole before anyone maps it, so that a lack of memory is an error at start and never a SIGBUS
 later. It outlives the processes that use it: a restarted manager finds its blocks in it.
@@ -55,6 +55,8 @@ class Arena:
         capacity_bytes: of the slot area.
         unit_bytes: what slabs are made of.
         slots_offset: where the slot area starts in the file; records hold file offsets.
+        drive_records: what is on this node's drives, as far as there was room for it; None if it has none. Its
+            generations guard nothing: a record says that a load will find the block, no more.
     """
 
     def __init__(self, path: Path, inode: int, arena_id: bytes, geometry: Geometry, mapping: mmap.mmap) -> None:
@@ -71,11 +73,17 @@ class Arena:
         self._slab_table: Words | None = memory[geometry.slab_offset :][: geometry.num_units * 8].view(np.uint64)
         table = memory[geometry.records_offset :][: table_bytes(geometry.num_records)]
         self._records: RecordTable | None = RecordTable(table, geometry.num_records)
+        self.drive_records: RecordTable | None = None
+        if geometry.num_drive_records:
+            table = memory[geometry.drive_records_offset :][: table_bytes(geometry.num_drive_records)]
+            self.drive_records = RecordTable(table, geometry.num_drive_records)
         starts = range(0, geometry.file_bytes, _POPULATE_STEP)
         self._unpopulated = deque((start, min(_POPULATE_STEP, geometry.file_bytes - start)) for start in starts)
 
     @classmethod
-    def create(cls, directory: Path, capacity_bytes: int, *, num_records: int | None = None) -> Arena:
+    def create(
+        cls, directory: Path, capacity_bytes: int, *, num_records: int | None = None, num_drive_records: int = 0
+    ) -> Arena:
         """Make a new, empty arena, in place of any that is there.
 
         Only the holder of the directory's manager lock may call this. A crash on the way leaves no arena.
@@ -84,6 +92,7 @@ class Arena:
             directory: from `directory_for`; made if missing.
             capacity_bytes: for slots, rounded down to whole units; the tables take up to 0.3 % more.
             num_records: most blocks the arena can hold; default one per 64 KiB.
+            num_drive_records: blocks on the node's drives that clients are to see; each takes 128 to 192 bytes more.
 
         Raises:
             ConfigError: the memory is not there, or the directory is not safe. There is no arena then.
@@ -91,7 +100,7 @@ class Arena:
         Blocking: allocates at 4 to 5 GB/s.
         """
         make_directory(directory)
-        geometry = Geometry.plan(capacity_bytes, num_records)
+        geometry = Geometry.plan(capacity_bytes, num_records, num_drive_records)
         path, partial = directory / ARENA_FILE, directory / f"{ARENA_FILE}.partial"
         free = 0
         try:
@@ -195,7 +204,7 @@ class Arena:
 
     def close(self) -> None:
         """Let go of the mapping; it ends when the last view of it does. Idempotent."""
-        self._memory = self._slab_table = self._records = None
+        self._memory = self._slab_table = self._records = self.drive_records = None
         try:
             self._mapping.close()
         except BufferError:

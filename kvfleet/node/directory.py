@@ -1,4 +1,4 @@
-"""The fleet's directory as a service: the core's `Directory`, the shared listing's election, dead nodes out.
+"""The fleet's directory as a service: the core's `Directory`, who keeps the shared tier's catalog, dead nodes out.
 
 Restarted, it is empty and serves at once; managers send their inventories when it does not know them. Until all live
 nodes have done so, it does not say `NEVER_STORED`; one without a manager is waited for some seconds (`_FIRST_WORD_S`).
@@ -16,16 +16,24 @@ from functools import partial
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES
-from kvfleet.core.directory import Applied, Delta, Directory, DirectoryStats, InventoryPage, NodeId
+from kvfleet.core.claims import Claims
+from kvfleet.core.directory import Applied, Delta, Directory, DirectoryStats, InventoryPage, NodeId, split_records
+from kvfleet.core.mailbox import Mailbox, ObjectPage
+from kvfleet.core.notices import Notices
+from kvfleet.core.objectrows import gone_rows
 from kvfleet.metrics import Meter, Sink, directory_values
+from kvfleet.node.directorylink import CALL_TIMEOUT_S, Claimed, DeltaReply, ObjectRequest
 from kvfleet.node.messages import Located
-from kvfleet.node.publishing import CALL_TIMEOUT_S, DeltaReply
 from kvfleet.node.waiting import now, within
 
 __all__ = ["DirectoryService", "DirectoryStatus"]
 
 _log = logging.getLogger(__name__)
-_LISTING_GRACE_S = 600.0  # a node that was asked to list and says nothing for so long is given up
+_CLAIMS_MAX = 200_000
+_CLAIM_S = 60.0  # to write what one claim names takes seconds; who has died with it holds others up for so long
+_LOST_MAX = 10_000  # of each node
+_MAIL_ROWS_MAX = 1 << 18  # rows of 71 bytes that wait for the keeper
+_KEEPER_HEARTBEATS = 10  # a keeper that says nothing for so long, and a call's time, is replaced
 _RAY_TIMEOUT_S = 5.0  # a longer answer of Ray's control plane is waited for again, a heartbeat later
 # A live node that says nothing for so long after a start has no manager. One that has speaks each heartbeat; but its
 # call to the directory before this one may have to time out first, and the next one may be late.
@@ -41,7 +49,7 @@ class DirectoryStatus:
 
     Attributes:
         stats: sizes.
-        shared_listed: the shared tier was listed since this directory started (True without a shared tier).
+        shared_listed: this directory was told what the shared tier holds (True without one).
         lookups: calls of `locate`.
     """
 
@@ -68,8 +76,13 @@ class DirectoryService:
         self._directory = Directory(config.directory_keys_max)
         self._life = time.time_ns()
         self._listed = config.shared_url is None
-        self._lister: NodeId | None = None
-        self._lister_until = 0.0
+        self._mailbox = Mailbox(_MAIL_ROWS_MAX)
+        self._claims = Claims(_CLAIMS_MAX, _CLAIM_S)
+        self._lost = Notices(_LOST_MAX)
+        self._dropped = Notices(_LOST_MAX)
+        self._mailed: dict[NodeId, tuple[int, int, int | None]] = {}  # epoch, number, position of the last delta
+        self._keeper: tuple[NodeId, int] | None = None
+        self._keeper_until = 0.0
         self._lookups = 0
         self._meter = Meter(sink or Sink(), {"fleet": config.name})
         self._turn = asyncio.Lock()
@@ -90,9 +103,12 @@ class DirectoryService:
         missing = self._directory.why(keys[end : end + KEY_BYTES], num_shards) if end < len(keys) else None
         return Located(tuple(runs), missing)
 
-    async def shared_among(self, records: bytes) -> bytes:
-        """Those of some packed records that the shared tier is known to have."""
-        return self._directory.shared_among(records)
+    async def claim(self, node: NodeId, records: bytes) -> Claimed:
+        """Which of some packed records a node need not write to the shared tier; the others no one else does now."""
+        saved = self._directory.shared_among(records)
+        known = set(split_records(saved))
+        left = [record for record in split_records(records) if record not in known]
+        return Claimed(saved, b"".join(self._claims.claim(node, left, now())))
 
     async def apply(self, delta: Delta) -> DeltaReply:
         """A manager's changes. BUSY: they are many, and too many messages wait."""
@@ -100,7 +116,53 @@ class DirectoryService:
             applied = await self._in_turn(partial(self._directory.apply, delta))
         else:
             applied = self._directory.apply(delta)
-        return DeltaReply(applied, self._life, self._choose_lister(delta.node))
+        keeper = applied is not Applied.STALE_EPOCH and self._choose_keeper(delta.node, delta.epoch)
+        position = self._post(delta) if applied is Applied.OK else None
+        self._claims.end(split_records(delta.shared_added))
+        self._tell_holders(delta)
+        message = delta.epoch, delta.seq
+        lost, dropped = (notices.take(delta.node, message) for notices in (self._lost, self._dropped))
+        return DeltaReply(applied, self._life, keeper, self._listed, position, self._mailbox.written, lost, dropped)
+
+    def _tell_holders(self, delta: Delta) -> None:
+        """Have who holds a block told that its copy in the shared tier is gone."""
+        for record in split_records(delta.shared_lost):
+            for holder in self._directory.holders(record):
+                if holder != delta.node:
+                    self._lost.post(holder, record)
+        for record in split_records(delta.shared_dropped):
+            for holder in self._directory.holders(record):
+                self._dropped.post(holder, record)
+
+    def _post(self, delta: Delta) -> int | None:
+        """Put what a delta says of objects into the mailbox, once; None if it has no room."""
+        if self._config.shared_url is None:
+            return self._mailbox.posted
+        epoch, seq, position = self._mailed.get(delta.node, (0, 0, None))
+        if (delta.epoch, delta.seq) <= (epoch, seq):
+            return position if delta.seq == seq else None
+        position = self._mailbox.post(delta.objects) if delta.objects else self._mailbox.posted
+        dropped = set(split_records(delta.shared_dropped))  # the keeper knows
+        gone = b"".join(record for record in split_records(delta.shared_removed) if record not in dropped)
+        if gone:
+            # Without room it is forgotten: the next one who looks for such an object says it again.
+            self._mailbox.post(gone_rows(gone))
+        self._mailed[delta.node] = delta.epoch, delta.seq, position
+        return position
+
+    async def objects(self, request: ObjectRequest) -> ObjectPage | None:
+        """What was said of objects, for the keeper of the catalog; None to any other.
+
+        What it has written down before is not kept any longer.
+        """
+        if (request.node, request.epoch) != self._keeper:
+            return None
+        position = self._mailbox.written
+        if request.life == self._life and request.written >= position:  # else it is late, and nobody waits for it
+            self._mailbox.acknowledge(request.written)
+            position = request.position
+        rows, position = self._mailbox.read(position, request.rows_max)
+        return ObjectPage(self._life, rows, position)
 
     async def inventory(self, page: InventoryPage) -> Applied:
         """A page of what a manager holds. BUSY: too many messages wait."""
@@ -120,27 +182,27 @@ class DirectoryService:
         return applied
 
     async def listed(self, node: NodeId, life: int) -> bool:
-        """A node has reported all of the shared tier. False: not to this directory, but to one before it."""
-        if life != self._life:
+        """The keeper has told all of the shared tier. False: not to this directory, or it is the keeper no more."""
+        if life != self._life or self._keeper is None or node != self._keeper[0]:
             return False
-        if node == self._lister:
-            self._lister, self._listed = None, True
+        self._listed = True
         return True
 
     async def status(self) -> DirectoryStatus:
         """Sizes and progress."""
         return DirectoryStatus(self._directory.stats(), self._listed, self._lookups)
 
-    def _choose_lister(self, node: NodeId) -> bool:
-        """Whether this node is to list the shared tier: one does, after each start of the directory.
-
-        It is told so until it has done it: an answer may be lost, its manager may start again.
-        """
-        if self._listed:
+    def _choose_keeper(self, node: NodeId, epoch: int) -> bool:
+        """Whether this manager is to keep the catalog of the shared tier: one does, as long as it lives and speaks."""
+        if self._config.shared_url is None:
             return False
-        if self._lister is None or now() > self._lister_until:
-            self._lister, self._lister_until = node, now() + _LISTING_GRACE_S
-        return node == self._lister
+        if self._keeper is None or now() > self._keeper_until or (self._keeper[0] == node and epoch > self._keeper[1]):
+            _log.info("node %s keeps the catalog of the shared tier", node)
+            self._keeper = node, epoch
+        if self._keeper != (node, epoch):
+            return False
+        self._keeper_until = now() + CALL_TIMEOUT_S + _KEEPER_HEARTBEATS * self._config.heartbeat_s
+        return True
 
     async def _tend(self) -> None:
         """Every heartbeat: publish metrics, follow which nodes live. What goes wrong is tried again at the next."""
@@ -162,8 +224,12 @@ class DirectoryService:
             if node not in live:
                 _log.info("node %s is gone", node)
                 self._directory.drop_node(node)
-                if node == self._lister:
-                    self._lister = None
+                self._claims.drop_node(node)
+                self._lost.drop_node(node)
+                self._dropped.drop_node(node)
+                self._mailed.pop(node, None)
+                if self._keeper is not None and node == self._keeper[0]:
+                    self._keeper = None
         if self._silent_from is None:
             self._silent_from = now() + _FIRST_WORD_S + _FIRST_WORD_HEARTBEATS * self._config.heartbeat_s
         self._directory.expect(live if now() < self._silent_from else frozenset())

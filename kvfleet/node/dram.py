@@ -6,19 +6,19 @@ leaves the record table before its slot is given to another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from kvfleet.core.block import BlockKey
-from kvfleet.core.directory import RECORD_BYTES, Digest
-from kvfleet.core.placement import Evicted, NewBlock, Placement, Restored, Transfer
+from kvfleet.core.inventory import record_id
+from kvfleet.core.placement import Evicted, Gate, LowerTier, NewBlock, Placement, Restored, Transfer
 from kvfleet.core.policies.lru import LeafFirstLRU
 from kvfleet.core.slabs import SlabMap
 from kvfleet.node.arena import Arena
+from kvfleet.node.holdings import Holdings
 from kvfleet.node.messages import Bytes, Namespace
 from kvfleet.node.namespaces import Namespaces
 from kvfleet.node.records import Record, key_fingerprint
@@ -26,11 +26,6 @@ from kvfleet.node.records import Record, key_fingerprint
 __all__ = ["NS", "DramTier", "Granted", "Incoming", "Reservation", "record_id"]
 
 NS = 1e9  # in a second
-
-
-def record_id(key: bytes, shard: int) -> bytes:
-    """A key and a shard as the directory names them: 18 bytes."""
-    return key + shard.to_bytes(RECORD_BYTES - len(key), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ class Reservation:
         granted: slots to write, in order of the blocks.
         already: indexes of blocks that are here or being written.
         refused: indexes of blocks that get no room until `transfers` are done.
-        transfers: copies to the tier below that would make room.
+        transfers: copies to lower tiers that would make room.
     """
 
     granted: list[Granted]
@@ -81,21 +76,34 @@ class DramTier:
     Args:
         arena: of this node.
         directory: for what the blocks' namespaces are.
+        lower: the tiers below, and what they take; see `Placement`.
         now: monotonic seconds, by the clock that readers store last accesses by, in nanoseconds.
+
+    Attributes:
+        holdings: what is here, and may be in other tiers of the node too.
+        num_records: that can be read here.
+        on_use: told of each use of a block that readers have left word of, with its time.
     """
 
-    def __init__(self, arena: Arena, directory: Path, *, lower_tier: bool, now: Callable[[], float]) -> None:
+    def __init__(
+        self, arena: Arena, directory: Path, *, lower: Mapping[LowerTier, Gate], now: Callable[[], float]
+    ) -> None:
         self.arena = arena
         self.namespaces = Namespaces(directory, lambda: self._records.namespaces(self.placement.slots()))
         self._records = arena.records
         self._now = now
         self._slabs = SlabMap(arena.capacity_bytes, arena.unit_bytes, self._records.num_records, self._persist_unit)
-        self.placement = Placement(self._slabs, LeafFirstLRU, lower_tier=lower_tier)
+        self.placement = Placement(self._slabs, LeafFirstLRU, lower=lower)
+        self.holdings = Holdings()
+        self.on_use: Callable[[BlockKey, float], None] = lambda _key, _now: None
+        self._number = self.holdings.add_tier(
+            lambda key, shard: self.placement.resident(BlockKey(key), shard) is not None,
+            lambda: ((held.key, held.shard) for held in self.placement.records()),
+        )
         self._seen_access = np.zeros(self._records.num_records, np.uint64)
+        self._slots_end = 0  # no slot from here on was ever used: large blocks need few of a table made for small ones
         self._reserved: dict[int, dict[int, int]] = {}
-        self._changes: dict[bytes, bool] = {}
-        self._count = 0
-        self._xor = 0
+        self.num_records = 0
         self._recover()
 
     def _persist_unit(self, unit: int, value: int) -> None:
@@ -113,9 +121,10 @@ class DramTier:
         for slot in self.placement.restore(_restored(record) for record in live.values()):
             self._records.free(slot)
             del live[slot]
+        self._slots_end = max(live, default=-1) + 1
         for record in live.values():
             if record.committed:
-                self._changed(record.key, record.shard, present=True)
+                self._tell(record.key, record.shard, present=True)
             else:
                 self._reserved.setdefault(record.client_id, {})[record.slot] = record.generation
         self._seen_access[:] = self._records.last_access
@@ -133,7 +142,7 @@ class DramTier:
             client_id: of the writer; 0 for the manager.
         """
         number = self.namespaces.index(namespace)
-        self._note_accesses()
+        self.note_accesses()
         admission = self.placement.admit([b.block for b in blocks], self._now())
         self._gone(admission.evicted)
         granted = []
@@ -152,17 +161,20 @@ class DramTier:
                 client_id=client_id,
             )
             granted.append(Granted(grant.index, grant.slot, generation, offset))
+            self._slots_end = max(self._slots_end, grant.slot + 1)
             if client_id:
                 self._reserved.setdefault(client_id, {})[grant.slot] = generation
         return Reservation(granted, admission.already, admission.refused, admission.transfers)
 
-    def _note_accesses(self) -> None:
+    def note_accesses(self) -> None:
         """Tell placement what readers did since the last time, oldest first."""
-        now = self._records.last_access.copy()
-        slots = np.flatnonzero(now != self._seen_access)
+        now = self._records.last_access[: self._slots_end].copy()
+        slots = np.flatnonzero(now != self._seen_access[: self._slots_end])
         for slot in slots[np.argsort(now[slots], kind="stable")].tolist():
-            self.placement.touch_slot(slot, int(now[slot]) / NS)
-        self._seen_access = now
+            key = self.placement.touch_slot(slot, int(now[slot]) / NS)
+            if key is not None:
+                self.on_use(key, int(now[slot]) / NS)
+        self._seen_access[: len(now)] = now
 
     def commit(self, slot: int, generation: int, checksum: int) -> bool:
         """Make a written block visible. False: the slot is not, or no longer, this reservation's.
@@ -181,7 +193,7 @@ class DramTier:
             return False
         self._seen_access[slot] = int(now * NS)
         self.placement.commit(BlockKey(record.key), record.shard, now)
-        self._changed(record.key, record.shard, present=True)
+        self._tell(record.key, record.shard, present=True)
         return True
 
     def abort(self, slot: int, generation: int) -> None:
@@ -228,10 +240,10 @@ class DramTier:
         """End a hold."""
         self.placement.release(key)
 
-    def rank_saves(self) -> None:
+    def rank_saves(self, tier: LowerTier) -> None:
         """See `Placement.rank_saves`."""
-        self._note_accesses()
-        self.placement.rank_saves()
+        self.note_accesses()
+        self.placement.rank_saves(tier)
 
     def drop(self, key: BlockKey) -> None:
         """Remove a block, all shards of it, held or not."""
@@ -251,41 +263,11 @@ class DramTier:
     def _gone(self, evicted: Sequence[Evicted]) -> None:
         for gone in evicted:
             self._records.free(gone.slot)
-            self._changed(gone.key, gone.shard, present=False)
+            self._tell(gone.key, gone.shard, present=False)
 
-    def _changed(self, key: bytes, shard: int, *, present: bool) -> None:
-        record = record_id(key, shard)
-        if self._changes.pop(record, present) == present:  # else it came and went: no news
-            self._changes[record] = present
-        self._count += 1 if present else -1
-        self._xor ^= int.from_bytes(record, "little")
-
-    # Holdings
-
-    def take_changes(self, limit: int) -> dict[bytes, bool]:
-        """At most so many of the records that came (True) or went (False) since they were last taken."""
-        taken = dict(islice(self._changes.items(), limit))
-        for record in taken:
-            del self._changes[record]
-        return taken
-
-    def snapshot(self) -> list[bytes]:
-        """All records that can be read now. Changes up to now are in it and are not reported again."""
-        self._changes = {}
-        return [record_id(held.key, held.shard) for held in self.placement.records()]
-
-    def saved(self) -> list[bytes]:
-        """Those of them that the shared tier has."""
-        return [record_id(key, shard) for key, shard in self.placement.saved_records()]
-
-    def digest(self) -> Digest:
-        """Count and xor of all records that can be read now."""
-        return Digest(self._count, self._xor.to_bytes(RECORD_BYTES, "little"))
-
-    @property
-    def num_changes(self) -> int:
-        """How many changes are left to be taken."""
-        return len(self._changes)
+    def _tell(self, key: bytes, shard: int, *, present: bool) -> None:
+        self.num_records += 1 if present else -1
+        self.holdings.changed(key, shard, present=present, tier=self._number)
 
 
 def _restored(record: Record) -> Restored:

@@ -101,6 +101,10 @@ class HintTable:
             if self._cells[cell] == hint:
                 self._cells[cell] = 0
 
+    def clear(self) -> None:
+        """Remove all hints."""
+        self._flat[:] = 0
+
     def prune(self, low: Words, high: Words, shards: Words, in_use: Flags) -> Flags:
         """Remove hints that are not of a record in use.
 

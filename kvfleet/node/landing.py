@@ -86,6 +86,12 @@ class BlockSlots:
         self.pace = Pace(max(1, dram.arena.capacity_bytes // _ARENA_PART // request.num_bytes))
         self._admitter = admitter
 
+    def parent(self, index: int) -> BlockKey | None:
+        """The block before one in its prefix, if there is one."""
+        if index:
+            return self.keys[index - 1]
+        return BlockKey(self.request.parent) if self.request.parent else None
+
     @property
     def left_s(self) -> float:
         """Seconds until the deadline, at least 0."""
@@ -120,8 +126,7 @@ class BlockSlots:
             DeadlineExceededError: no room in time; without patience, no room now.
         """
         request = self.request
-        parent = self.keys[index - 1] if index else BlockKey(request.parent) if request.parent else None
-        block = NewBlock(self.keys[index], request.shard, parent, request.num_bytes)
+        block = NewBlock(self.keys[index], request.shard, self.parent(index), request.num_bytes)
         got = await self._admitter.reserve(
             [Incoming(block, request.depth + index)], request.namespace, 0, self.left_s, patient=patient
         )

@@ -1,21 +1,26 @@
 """`TierManager`: one a node. Owns the arena, carries out what placement decides, talks to the rest of the fleet.
 
 It runs as an actor, but is a plain class. The work is in the parts that `Node` puts together: `DramTier` (the arena),
-`Loader`, `Peers` and `Server` (blocks from and to other nodes), `Saver` (the shared tier), `Publisher` (the directory),
-`Writers` and `Holds` (the clients).
+`Loader`, `Peers` and `Server` (blocks from and to other nodes), `LowerTiers` (the drives and the shared tier),
+`Publisher` (the directory), `Writers` and `Holds` (the clients).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from kvfleet.config import FleetConfig
+from kvfleet.core.block import BlockKey
 from kvfleet.errors import KvFleetError, TierUnavailableError
 from kvfleet.metrics import Sink
 from kvfleet.node.arenadir import CLIENTS_DIR
+from kvfleet.node.copies import Copy, copies_here, copies_shared
+from kvfleet.node.doctoring import Checkup, check_node
 from kvfleet.node.draining import Drained
+from kvfleet.node.hostchecks import Check
 from kvfleet.node.messages import (
     Attachment,
     CommitReply,
@@ -82,9 +87,9 @@ class TierManager:
             _log.exception("no arena on this node")
             self._problem = f"unexpected: {error!r}"
         if self._node is None and home is not None:
-            self._leave(home)
+            self._give_up(home)
 
-    def _leave(self, home: NodeHome) -> None:
+    def _give_up(self, home: NodeHome) -> None:
         """Give back what `open_home` gave; an arena that was warm stays for the next try."""
         try:
             if home.warm:
@@ -157,24 +162,45 @@ class TierManager:
         """The newest requests of this node's clients; see `TallyBook.requests`."""
         return [] if self._node is None else self._node.tallies.requests(wanted, limit)
 
-    async def drain(self, timeout_s: float) -> int:
-        """Save what is unsaved, for at most `timeout_s`. Returns how many blocks are left unsaved."""
-        return await self._parts().saver.drain(timeout_s) if self._node is not None else 0
+    async def copies(self, key: bytes, *, shared: bool) -> list[Copy]:
+        """Read and verify the copies of a block that are on this node, or those in the shared tier."""
+        node = self._parts()
+        if not shared:
+            return await copies_here(node, BlockKey(key))
+        return [] if node.shared is None else await copies_shared(self._config, BlockKey(key))
 
-    async def leave(self, timeout_s: float, bytes_max: int | None) -> Drained:
+    async def doctor(self, seconds: float, *, repair: bool) -> Checkup:
+        """Look this node over; see `check_node`."""
+        if self._node is None:
+            return Checkup(self._place.ray_node_id, (Check("arena", "bad", self._problem),), time.time())
+        return await check_node(self._node, self._link, seconds, repair=repair)
+
+    async def flush(self, timeout_s: float) -> int:
+        """Copy to the tiers below what is not there yet, for at most `timeout_s`; the node may be stopped then.
+
+        Returns:
+            How many blocks have no copy in any tier below; 0 if there is none.
+        """
+        return await self._node.flush(timeout_s) if self._node is not None else 0
+
+    async def num_unsaved(self) -> int:
+        """How many blocks have no copy in any tier below; 0 if there is none."""
+        return self._node.num_unsaved if self._node is not None else 0
+
+    async def drain(self, timeout_s: float, bytes_max: int | None) -> Drained:
         """Take no more stores, and save the most valuable of what is unsaved. Loads go on.
 
-        It stays like this through restarts, until `stay`; asked again it goes on with a new budget.
+        It stays like this through restarts, until `resume`; asked again it goes on with a new budget.
 
         Args:
             timeout_s: no write begins after it.
             bytes_max: of blocks written; None for no limit.
         """
-        return await self._parts().leave(timeout_s, bytes_max)
+        return await self._parts().drain(timeout_s, bytes_max)
 
-    async def stay(self) -> None:
+    async def resume(self) -> None:
         """Take stores again, and save as before."""
-        self._parts().stay()
+        self._parts().resume()
 
     async def shutdown(self) -> None:
         """Stop the background work and remove the arena. Clients that have it mapped can still read it."""

@@ -87,6 +87,7 @@ class ReserveRequest:
         shard: of these records.
         num_bytes: of each block.
         timeout_s: how long the manager may wait for room.
+        given_up: packed keys of blocks that the client could not store lately.
     """
 
     client_id: int
@@ -98,6 +99,7 @@ class ReserveRequest:
     shard: int
     num_bytes: int
     timeout_s: float
+    given_up: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +229,22 @@ class FetchRequest:
     """A manager asks another for blocks it holds.
 
     Attributes:
-        keys: packed; the holder sends those it has up to the first it has not.
+        namespace: of all keys.
+        keys: packed, consecutive blocks of one prefix; the holder sends those it has up to the first it has not.
+        parent: key of the block before the first, or b"".
+        depth: index of the first block in its prefix.
         shard: of the records.
+        num_bytes: of each block.
         window_bytes_max: largest window the reader takes.
         timeout_s: remaining seconds.
     """
 
+    namespace: Namespace
     keys: bytes
+    parent: bytes
+    depth: int
     shard: int
+    num_bytes: int
     window_bytes_max: int
     timeout_s: float
 

@@ -14,14 +14,15 @@ from kvfleet.config import MIB, FleetConfig
 from kvfleet.metrics import Meter, Sink, node_values
 from kvfleet.node.admission import Admitter
 from kvfleet.node.arenadir import CLIENTS_DIR, NodeFile
+from kvfleet.node.directorylink import DirectoryLink
 from kvfleet.node.draining import Drained, is_marked, mark
 from kvfleet.node.dram import DramTier
 from kvfleet.node.holds import Holds
-from kvfleet.node.listing import list_shared
 from kvfleet.node.loading import Loader
+from kvfleet.node.lowertiers import LowerTiers
+from kvfleet.node.nvme import NvmeTier
 from kvfleet.node.peers import Peers
-from kvfleet.node.publishing import DirectoryLink, Publisher
-from kvfleet.node.saving import Saver
+from kvfleet.node.publishing import Publisher
 from kvfleet.node.serving import Server
 from kvfleet.node.shared import SharedTier
 from kvfleet.node.startup import NodeHome, NodePlace, remove_home
@@ -49,19 +50,17 @@ class Node:
         self.home = home
         # In and out have a budget each: with one for both, two nodes that read from each other could wait forever.
         half = max(MIB, int(place.object_store_bytes * config.object_store_fraction) // 2)
-        # A pool each, so that a shared tier that hangs on writes holds up nothing else.
         self._threads = ThreadPoolExecutor(2 + config.load_inflight_max, "kvfleet")
-        self._save_threads = ThreadPoolExecutor(2 * config.save_inflight_max, "kvfleet-save")
-        self.shared = None
-        if config.shared_url is not None:
-            self.shared = SharedTier(config.shared_url, config.shared_options, config.shared_timeout_s)
-        self.dram = DramTier(home.arena, home.directory / "namespaces", lower_tier=self.shared is not None, now=now)
+        self.lower = lower = LowerTiers(config)
+        self.dram = DramTier(home.arena, home.directory / "namespaces", lower=lower.gates, now=now)
         self.publisher = Publisher(
-            home.node_id, home.epoch, link, config, holdings=self.dram, on_list_shared=self._list_shared
+            home.node_id, home.epoch, link, config, holdings=self.dram.holdings, on_reply=lower.hear
         )
-        self.saver = Saver(self.dram, self.shared, self.publisher, link, config, self._save_threads)
-        self._admitter = Admitter(self.dram, self.saver.move)
-        self.saver.on_moved = self._admitter.freed
+        lower.join(self.dram, self.publisher, link, home)
+        self.saver, self.endpoint, self.catalog = lower.saver, lower.endpoint, lower.catalog
+        self._admitter = Admitter(self.dram, lower.move)
+        lower.on_moved(self._admitter.freed)
+        drive_reads = None if lower.drives is None else lower.drives.reads
         store = StoreRoom(place.object_store_bytes, place.object_store_used)
         stream_bytes_max = min(half, (config.windows_in_flight + 1) * config.window_bytes_max)
 
@@ -71,10 +70,10 @@ class Node:
         self.peers = Peers(home.node_id, make_transport(ByteBudget(half)), fits, config.holder_timeout_s)
         self.loader = Loader(
             home.node_id, self.dram, self._admitter, self.peers,
-            self.shared, self.publisher, link, config, self._threads,
+            self.endpoint, self.publisher, link, config, self._threads, drive_reads,
         )  # fmt: skip
-        self.server = Server(self.dram, self._admitter, ByteBudget(half), store, config)
-        self.writers = Writers(self.dram, self._admitter, self.saver, self.publisher)
+        self.server = Server(self.dram, self._admitter, ByteBudget(half), store, config, drive_reads)
+        self.writers = Writers(self.dram, self._admitter, lower.wake, self.publisher)
         self.holds = Holds(self.dram, self._admitter)
         self.tallies = TallyBook(home.directory / CLIENTS_DIR, home.directory / "departed")
         self.draining = is_marked(home.directory)
@@ -82,13 +81,20 @@ class Node:
             self.saver.pause()
         labels = {"fleet": config.name, "node": home.node_id}
         self._meter = Meter(sink, labels, node_values(self.figures()))  # an earlier manager has told of that
-        self._link = link
-        self._listing: asyncio.Task[None] | None = None
         self._stop_populating = threading.Event()
-        self._tasks = [
-            asyncio.create_task(self._supervise(work))
-            for work in (self.publisher.run, self.saver.run, self.peers.run, self._tend, self._populate)
-        ]
+        works = [self.publisher.run, self.peers.run, self._tend, self._populate, *lower.works()]
+        self._tasks = [asyncio.create_task(self._supervise(work)) for work in works]
+        self._last_tasks = [asyncio.create_task(self._supervise(work)) for work in lower.last_works()]
+
+    @property
+    def nvme(self) -> NvmeTier | None:
+        """The drives of this node, if it has any."""
+        return None if self.lower.drives is None else self.lower.drives.nvme
+
+    @property
+    def shared(self) -> SharedTier | None:
+        """The tier that all nodes share, if there is one."""
+        return None if self.endpoint is None else self.endpoint.shared
 
     async def _supervise(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run background work, again after a pause if it fails: no error of ours ends it for good."""
@@ -113,22 +119,24 @@ class Node:
             self.writers.tend(self.home.directory / CLIENTS_DIR, self.tallies.depart)
             self._meter.tell(node_values(self.figures()))
 
-    def _list_shared(self) -> None:
-        if self.shared is not None and (self._listing is None or self._listing.done()):
-            self._listing = asyncio.create_task(self._list(self.shared))
+    async def flush(self, timeout_s: float) -> int:
+        """See `TierManager.flush`."""
+        await self.lower.flush(timeout_s)
+        return self.num_unsaved
 
-    async def _list(self, shared: SharedTier) -> None:
-        await self.saver.works.wait()
-        await list_shared(self.home.node_id, shared, self.publisher, self._link, self.config)
+    @property
+    def num_unsaved(self) -> int:
+        """See `TierManager.num_unsaved`."""
+        return self.dram.placement.unsaved(*self.lower.gates)[0] if self.lower.gates else 0
 
-    async def leave(self, timeout_s: float, bytes_max: int | None) -> Drained:
-        """See `TierManager.leave`."""
+    async def drain(self, timeout_s: float, bytes_max: int | None) -> Drained:
+        """See `TierManager.drain`."""
         self.draining = True
         mark(self.home.directory, draining=True)
-        return await self.saver.leave(timeout_s, bytes_max)
+        return await self.saver.drain(timeout_s, bytes_max)
 
-    def stay(self) -> None:
-        """See `TierManager.stay`."""
+    def resume(self) -> None:
+        """See `TierManager.resume`."""
         self.draining = False
         mark(self.home.directory, draining=False)
         self.saver.resume()
@@ -147,37 +155,44 @@ class Node:
             capacity_bytes=self.home.arena.capacity_bytes,
             populated_bytes=self.home.arena.populated_bytes,
             used_bytes=placement.used_bytes,
-            blocks=self.dram.digest().count,
+            blocks=self.dram.num_records,
             reserved_blocks=self.dram.num_reserved,
-            unsaved_blocks=placement.num_unsaved,
+            unsaved_blocks=self.saver.num_unsaved,
             evicted_blocks=placement.counters.evicted,
             lost_blocks=placement.counters.dropped_unsaved,
             loaded_blocks={outcome.value: n for outcome, n in self.loader.blocks.items()},
             loaded_bytes={source.value: n for source, n in self.loader.num_bytes.items()},
             sent_bytes=self.server.sent_bytes,
-            shared_problem=self.saver.problem,
-            saved_blocks=self.saver.saved_blocks,
-            save_failures=self.saver.failures,
+            shared_problem="" if self.endpoint is None else self.endpoint.problem,
+            shared_counts={} if self.endpoint is None else dict(self.endpoint.counts),
+            saved_blocks=self.saver.writes.blocks,
+            save_failures=self.saver.writes.failures,
             resyncs=self.publisher.resyncs,
             draining=self.draining,
             held_bytes=self.holds.num_bytes,
-            avoided=tuple(sorted(self.peers.holders.avoided)),
+            avoided=self._avoided(),
             totals=self.tallies.totals(),
+            drives=() if self.nvme is None else self.nvme.status(),
+            catalog=None if self.catalog is None else self.catalog.status(),
         )
+
+    def _avoided(self) -> tuple[str, ...]:
+        shared = () if self.endpoint is None or self.endpoint.allows("read") else ("shared",)
+        return (*sorted(self.peers.holders.avoided), *shared)
 
     async def shutdown(self) -> None:
         """See `TierManager.shutdown`."""
         self._stop_populating.set()
-        tasks = [*self._tasks, *([self._listing] if self._listing is not None else [])]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.loader.shared_reads is not None:
             await self.loader.shared_reads.end()
         await self._admitter.settle()
-        await self.saver.settle()
+        await self.lower.end()
+        for task in self._last_tasks:
+            task.cancel()
+        await asyncio.gather(*self._last_tasks, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.to_thread(self._save_threads.shutdown)
-        if self.shared is not None:
-            await asyncio.to_thread(self.shared.close)
+        await self.lower.close()
         remove_home(self.home)

@@ -114,21 +114,21 @@ class ObjectStore:
             with self._mapped("make the directory"):
                 self._call("makedirs", self._root, exist_ok=True)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, timeout_s: float | None = None) -> None:
         """Write an object whole, or not at all. The last of several writers wins.
 
         Raises:
             TierFullError: no space.
             TierUnavailableError: anything else. After a time-out the object may still appear.
         """
-        target = f"{self._root}/{path}"
+        target, limit = f"{self._root}/{path}", self._limit(timeout_s)
         with self._mapped("write"):
             if self._rename is not None:
-                self._threads.run(partial(self._put_by_rename, self._rename, target, data), self._timeout_s)
+                self._threads.run(partial(self._put_by_rename, self._rename, target, data), limit)
             elif self._is_s3:
-                self._call("pipe_file", target, s3.Body(data), chunksize=s3.PUT_BYTES_MAX)
+                self._call("pipe_file", target, s3.Body(data), timeout_s=limit, chunksize=s3.PUT_BYTES_MAX)
             else:
-                self._call("pipe_file", target, data)
+                self._call("pipe_file", target, data, timeout_s=limit)
 
     def _put_by_rename(self, rename: Callable[[str, str], object], target: str, data: bytes) -> None:
         temporary = f"{target}.{uuid.uuid4().hex}{_PARTIAL}"
@@ -156,8 +156,7 @@ class ObjectStore:
         Raises:
             TierUnavailableError: the answer is not known.
         """
-        target = f"{self._root}/{path}"
-        limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        target, limit = f"{self._root}/{path}", self._limit(timeout_s)
         with self._mapped("read"):
             try:
                 if self._rename is not None:
@@ -179,7 +178,7 @@ class ObjectStore:
         with self._fs.open(target, "rb") as file:
             return file.read(bytes_max)
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, timeout_s: float | None = None) -> None:
         """Delete an object; one that is not there is deleted already.
 
         Raises:
@@ -187,7 +186,7 @@ class ObjectStore:
         """
         with self._mapped("delete"):
             try:
-                self._call("rm_file", f"{self._root}/{path}")
+                self._call("rm_file", f"{self._root}/{path}", timeout_s=self._limit(timeout_s))
             except FileNotFoundError as error:
                 if not self._is_rooted(error):
                     raise
@@ -221,6 +220,10 @@ class ObjectStore:
         if isinstance(modified, float) and time.time() - modified > _PARTIAL_AGE_MAX_S:
             with self._mapped("delete"), suppress(FileNotFoundError):
                 self._call("rm_file", info["name"])
+
+    def _limit(self, timeout_s: float | None) -> float:
+        """The seconds a call may take of those that its caller has, if that says so."""
+        return self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
 
     def _call(self, method: str, *args: object, timeout_s: float | None = None, **kwargs: object) -> Any:  # noqa: ANN401
         """Call a method of the filesystem; raises what it raises, or TimeoutError."""

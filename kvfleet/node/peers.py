@@ -15,19 +15,13 @@ from kvfleet.node.messages import FetchRequest, Miss, Window
 from kvfleet.node.transport import Transport
 from kvfleet.node.waiting import now, within
 
-__all__ = ["SHARED_TIER", "PeerStream", "Peers"]
+__all__ = ["PeerStream", "Peers"]
 
 _log = logging.getLogger(__name__)
-
-SHARED_TIER = NodeId("shared")
-"""The shared tier as a holder: one that hangs is left alone like any other."""
 
 _PROBES_MAX = 16  # at once
 _IDLE_S = 60.0
 _LATE_S = 1e-3  # a wait that ends so close to the deadline has ended by it
-
-Probe = Callable[[float], Awaitable[None]]
-"""Asks something cheap, within so many seconds. Raises `KvFleetError` kinds: there was no answer."""
 
 
 class Peers:
@@ -52,14 +46,9 @@ class Peers:
         self.transport = transport
         self.fits = fits
         self._timeout_s = timeout_s
-        self._special: dict[NodeId, Probe] = {}
         self._places = asyncio.Semaphore(_PROBES_MAX)
         self._wake = asyncio.Event()
         self._waiting: dict[NodeId, set[asyncio.Future[None]]] = {}
-
-    def probe_by(self, node: NodeId, probe: Probe) -> None:
-        """Probe one holder in a way of its own, instead of through the transport."""
-        self._special[node] = probe
 
     def failed(self, node: NodeId) -> None:
         """A holder failed, or was too slow."""
@@ -97,10 +86,7 @@ class Peers:
     async def _probe(self, node: NodeId) -> None:
         async with self._places:
             try:
-                if node in self._special:
-                    await self._special[node](self._timeout_s)
-                else:
-                    await self.transport.ping(node, self._timeout_s)
+                await self.transport.ping(node, self._timeout_s)
             except KvFleetError as error:
                 _log.debug("node %s does not answer: %s", node, error)
                 self.holders.unanswered(node, now())

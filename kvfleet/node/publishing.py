@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId, split_records
+from kvfleet.core.objectrows import SharedObject
 from kvfleet.errors import DirectoryUnavailableError, KvFleetError, StaleEpochError
-from kvfleet.node.messages import Located
-from kvfleet.node.waiting import within
+from kvfleet.node.directorylink import CALL_TIMEOUT_S, DeltaReply, DirectoryLink
+from kvfleet.node.outbox import Outbox, Uses
+from kvfleet.node.waiting import now, within
 
 __all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publisher"]
 
 _log = logging.getLogger(__name__)
-CALL_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
 _BUSY_S = 0.1
 _BUSY_TRIES = 100
@@ -30,41 +31,8 @@ _SHARED_MAX = 1_000_000
 _REFUSED_MAX = 10_000  # kept for a directory that is away; hints, so more are not
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaReply:
-    """The directory's answer.
-
-    Attributes:
-        life: of the directory: another number each time it starts, empty.
-        list_shared: this node is asked to list the shared tier.
-    """
-
-    applied: Applied
-    life: int
-    list_shared: bool = False
-
-
-class DirectoryLink(Protocol):
-    """A manager's calls to the directory. Each raises `KvFleetError` kinds only, within `timeout_s`."""
-
-    async def apply(self, delta: Delta, timeout_s: float) -> DeltaReply:
-        """See `DirectoryService.apply`."""
-
-    async def inventory(self, page: InventoryPage, timeout_s: float) -> Applied:
-        """See `DirectoryService.inventory`."""
-
-    async def shared_among(self, records: bytes, timeout_s: float) -> bytes:
-        """See `DirectoryService.shared_among`."""
-
-    async def listed(self, node: NodeId, life: int, timeout_s: float) -> bool:
-        """See `DirectoryService.listed`."""
-
-    async def locate(self, keys: bytes, shard: int, num_shards: int, timeout_s: float) -> Located:
-        """See `DirectoryService.locate`."""
-
-
 class Holdings(Protocol):
-    """What a node holds, as record ids. `DramTier` is one."""
+    """What a node holds, as record ids: see `kvfleet.node.holdings`."""
 
     def take_changes(self, limit: int) -> dict[bytes, bool]:
         """At most so many of the records that came (True) or went (False) since they were last taken."""
@@ -76,9 +44,6 @@ class Holdings(Protocol):
     def snapshot(self) -> list[bytes]:
         """All records that can be read now. Changes up to now are in it and are not reported again."""
 
-    def saved(self) -> list[bytes]:
-        """Those of them that the shared tier has."""
-
     def digest(self) -> Digest:
         """Count and xor of all records that can be read now."""
 
@@ -87,7 +52,10 @@ class Publisher:
     """Sends what changed, in order, from one task.
 
     Args:
-        on_list_shared: called when the directory wants this node to list the shared tier.
+        on_reply: called with each of the directory's answers.
+
+    Attributes:
+        node: the one whose holdings it tells of.
     """
 
     def __init__(
@@ -98,17 +66,21 @@ class Publisher:
         config: FleetConfig,
         *,
         holdings: Holdings,
-        on_list_shared: Callable[[], None],
+        on_reply: Callable[[DeltaReply], None],
     ) -> None:
-        self._node = node
+        self.node = node
         self._epoch = epoch
         self._link = link
         self._config = config
         self._holdings = holdings
-        self._on_list_shared = on_list_shared
+        self._on_reply = on_reply
         self._seq = 0
         self._shared: dict[bytes, bool] = {}
+        self._lost: dict[bytes, None] = {}  # of those that are not there
+        self._dropped: dict[bytes, None] = {}  # likewise
         self._refused: dict[bytes, None] = {}
+        self._outbox = Outbox()
+        self._uses = Uses()
         self._unacked: Delta | None = None
         self._known = False
         self._wake = asyncio.Event()
@@ -116,7 +88,7 @@ class Publisher:
         self._waiters: list[asyncio.Future[None]] = []
         self.directory_life = 0  # of the directory that answered last
         self.resyncs = 0
-        self.unsaid = 0  # what was not kept for a directory that is away; the next listing says it
+        self.unsaid = 0  # what was not kept for a directory that is away; the manifests say it to the next one
 
     def wake(self) -> None:
         """The holdings changed."""
@@ -125,7 +97,38 @@ class Publisher:
     def shared(self, record: bytes, present: bool) -> None:
         """The shared tier has a record (True), or lost it (False)."""
         self._note_shared(record, present=present)
+        self._dropped.pop(record, None)
+        if not present:
+            self._outbox.forget(record)
         self._wake.set()
+
+    def lost(self, record: bytes) -> None:
+        """The shared tier should have had a good copy of a record, and has none: who holds it is to save it again."""
+        self.shared(record, present=False)
+        if len(self._lost) < _REFUSED_MAX:
+            self._lost[record] = None
+
+    def is_untold(self, record: bytes) -> bool:
+        """Whether the directory may not have heard yet that the shared tier has lost a record."""
+        unacked = b"" if self._unacked is None else self._unacked.shared_removed
+        return self._shared.get(record) is False or record in split_records(unacked)
+
+    def dropped(self, record: bytes) -> None:
+        """The copy of a record in the shared tier is going to be deleted, as there are too many."""
+        self.shared(record, present=False)
+        self._dropped[record] = None
+
+    def stored(self, thing: SharedObject, ago_s: float = 0.0) -> None:
+        """An object was written to the shared tier, of a block that was last used so long ago."""
+        ms = _wall_ms()
+        self._uses.is_news(thing.record, now())
+        self._outbox.put(thing.record, thing.row(stored_at=ms, last_used=ms - int(1000 * ago_s)))
+        self.shared(thing.record, present=True)
+
+    def used(self, thing: SharedObject, ago_s: float = 0.0) -> None:
+        """An object, or a copy of it on this node, was used. Told with the next changes, once an hour."""
+        if self._uses.is_news(thing.record, now()):
+            self._outbox.put(thing.record, thing.row(stored_at=0, last_used=_wall_ms() - int(1000 * ago_s)))
 
     def shared_page(self, records: bytes) -> int:
         """The shared tier has these records, packed. Returns how many they are."""
@@ -137,7 +140,7 @@ class Publisher:
         return len(found)
 
     def refused(self, records: Iterable[bytes]) -> None:
-        """Clients wanted to store these and found no room. The directory is told with the next changes, or never."""
+        """Clients wanted to store these and could not. The directory is told with the next changes, or never."""
         for record in records:
             if len(self._refused) < _REFUSED_MAX:
                 self._refused[record] = None
@@ -159,6 +162,17 @@ class Publisher:
             return True
         waiter.cancel()
         return False
+
+    async def written(self, timeout_s: float) -> bool:
+        """Wait until what was said of objects in the shared tier is in a manifest. False: not within `timeout_s`."""
+        deadline = now() + timeout_s
+        while len(self._outbox):
+            left = deadline - now()
+            if left <= 0:
+                return False
+            await self.flush(min(left, self._config.heartbeat_s))
+            await asyncio.sleep(min(left, self._config.heartbeat_s / 4))
+        return True
 
     async def run(self) -> None:
         """Send changes as they come and a heartbeat when there are none. Runs until cancelled."""
@@ -192,24 +206,25 @@ class Publisher:
     async def _bring_up_to_date(self) -> None:
         if not self._known:
             await self._resync()
-        waiting = max(self._holdings.num_changes, len(self._shared))
+        waiting = max(self._holdings.num_changes, len(self._shared) + self._outbox.num_waiting)
         deltas = 1 + waiting // self._config.inventory_page_records  # to say all that was to be said when we came
         while True:
             again = self._unacked is not None
             self._unacked = self._unacked or self._next_delta()
             reply = await self._link.apply(self._unacked, CALL_TIMEOUT_S)
             self.directory_life = reply.life
-            if reply.list_shared:
-                self._on_list_shared()
+            self._on_reply(reply)
             if reply.applied is Applied.OK:
                 self._unacked = None
+                for record in self._outbox.landed(reply.life, reply.position, reply.written):
+                    self._shared.setdefault(record, True)
                 deltas -= not again
                 if deltas <= 0:
                     return
             elif reply.applied is Applied.BUSY:
                 raise DirectoryUnavailableError("busy with what other nodes say")
             elif reply.applied is Applied.STALE_EPOCH:
-                raise StaleEpochError(self._node, self._epoch, self._epoch + 1)
+                raise StaleEpochError(self.node, self._epoch, self._epoch + 1)
             else:
                 await self._resync()
 
@@ -222,16 +237,24 @@ class Publisher:
         refused = list(islice(self._refused, limit))
         for record in refused:
             del self._refused[record]
+        gone = [record for record, here in shared.items() if not here]
+        dropped = [record for record in gone if self._dropped.pop(record, ()) is None]
+        lost = list(islice(self._lost, limit))
+        for record in lost:
+            del self._lost[record]
         self._seq += 1
         added = [r for r, here in held.items() if here]
         removed = [r for r, here in held.items() if not here]
         return Delta(
-            node=self._node, epoch=self._epoch, seq=self._seq,
+            node=self.node, epoch=self._epoch, seq=self._seq,
             added=b"".join(added), removed=b"".join(removed),
             shared_added=b"".join(r for r, here in shared.items() if here),
-            shared_removed=b"".join(r for r, here in shared.items() if not here),
+            shared_removed=b"".join(gone),
             digest=self._holdings.digest() if not self._holdings.num_changes else None,
             not_admitted=b"".join(refused),
+            objects=self._outbox.take(0 if self._shared else limit),  # what is deleted was known to be there before
+            shared_lost=b"".join(lost),
+            shared_dropped=b"".join(dropped),
         )  # fmt: skip
 
     async def _resync(self) -> None:
@@ -240,15 +263,14 @@ class Publisher:
         self._known = False
         if self._unacked is not None:
             self._keep_shared(self._unacked)
+            self._outbox.lost()
             self._unacked = None
         records = self._holdings.snapshot()
-        for record in self._holdings.saved():
-            self._shared.setdefault(record, True)
         size = self._config.inventory_page_records
         pages = [records[i : i + size] for i in range(0, len(records), size)] or [[]]
         for number, page in enumerate(pages):
             last = number == len(pages) - 1
-            await self._send_page(InventoryPage(self._node, self._epoch, self._seq, number, last, b"".join(page)))
+            await self._send_page(InventoryPage(self.node, self._epoch, self._seq, number, last, b"".join(page)))
         self._known = True
 
     async def _send_page(self, page: InventoryPage) -> None:
@@ -266,3 +288,9 @@ class Publisher:
         for packed, present in ((delta.shared_added, True), (delta.shared_removed, False)):
             for record in split_records(packed):
                 self._shared.setdefault(record, present)
+        self._dropped |= dict.fromkeys(split_records(delta.shared_dropped))
+
+
+def _wall_ms() -> int:
+    """Ms since 1970: what is told to other nodes, and outlives this one."""
+    return time.time_ns() // 1_000_000

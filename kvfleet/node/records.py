@@ -195,11 +195,36 @@ class RecordTable:
 
     def record(self, slot: int) -> Record:
         """One record, whatever its state."""
-        return self._read(np.array([slot]))[0]
+        generation, low, high, checksum, offset, last_access, sizes, place = self._cells[
+            slot * WORDS : (slot + 1) * WORDS
+        ].tolist()
+        return Record(
+            slot, low.to_bytes(8, "little") + high.to_bytes(8, "little"), checksum * (generation % 2), generation,
+            checksum, offset, last_access, sizes & 0xFFFF_FFFF, sizes >> 32,
+            place & 0xFFFF, place >> 16 & 0xFFFF, place >> 32 & 0xFFFF, place >> 48 & 0xFF, place >> 56,
+        )  # fmt: skip
 
     def live(self) -> list[Record]:
         """All committed records, and the reserved ones that name a client, in order of slots."""
         return self._read(np.flatnonzero(in_use(self._words[:, GENERATION], self._words[:, CHECKSUM])))
+
+    def slot_of(self, key: bytes, shard: int) -> int | None:
+        """The slot of a committed record; for the writer, which is quicker so than by `find`."""
+        low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+        for slot in self._hints.all_of(low, high, shard):
+            base = slot * WORDS
+            generation, *words = self._cells[base : base + KEY_HIGH + 1].tolist()
+            here = generation % 2 == 0 != generation
+            if here and words == [low, high] and self._cells[base + PLACE] & 0xFFFF == shard:
+                return slot
+        return None
+
+    def clear(self) -> None:
+        """Take all slots back."""
+        generations = self._words[:, GENERATION]
+        generations[:] = generations + np.uint64(1) * committed(generations)
+        self._words[:, CHECKSUM] = 0
+        self._hints.clear()
 
     def namespaces(self, slots: Sequence[int]) -> set[int]:
         """The numbers of the namespaces of some records."""

@@ -1,8 +1,12 @@
 """Copies from the arena to the shared tier: write-behind of what is new, demotion of what must make room.
 
 Bounded: at most `save_inflight_max` objects of each kind at once; what waits, waits in the arena. While the shared
-tier fails or hangs, blocks stay in DRAM and are tried again after a pause; those that must leave meanwhile are lost
-and counted: nobody waits for a tier that is known to be bad.
+tier fails or hangs (`SharedEndpoint` knows), blocks stay in DRAM; those that must leave meanwhile are lost and counted:
+nobody waits for a tier that is known to be bad. A block that cannot be written while others can is tried again later
+(`Postponed`) and holds up none of them.
+
+Before it writes, a node claims the blocks at the directory: content is written once, however many nodes hold it. Only
+what must make room does not wait for another node that is writing it.
 
 A node that drains writes by value, within a budget, and then nothing any more.
 """
@@ -14,19 +18,19 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from functools import partial
 
 from kvfleet.config import MIB, FleetConfig
+from kvfleet.core.block import KEY_BYTES, BlockKey
+from kvfleet.core.breaker import Breaker
 from kvfleet.core.directory import split_records
 from kvfleet.core.placement import Transfer
-from kvfleet.errors import CorruptBlockError, KvFleetError, TierError
+from kvfleet.core.postponed import Postponed
+from kvfleet.errors import KvFleetError
 from kvfleet.node.draining import Drained, SaveBudget
 from kvfleet.node.dram import DramTier, record_id
-from kvfleet.node.landing import settle
-from kvfleet.node.namespaces import layout_of
+from kvfleet.node.endpoint import SharedEndpoint, Way
 from kvfleet.node.publishing import CALL_TIMEOUT_S, DirectoryLink, Publisher
-from kvfleet.node.records import Record
-from kvfleet.node.shared import SharedTier
+from kvfleet.node.sharedwrites import End, SharedWrites
 from kvfleet.node.waiting import now, within
 
 __all__ = ["Saver"]
@@ -34,9 +38,7 @@ __all__ = ["Saver"]
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 256 * MIB
 _BATCH_PART = 8
-_PAUSE_S = 1.0
-_PAUSE_MAX_S = 30.0
-_DEMOTION_TIMEOUT_S = 2.0  # somebody waits for the room
+_CLAIM_PAUSES_S = (1.0, 10.0)  # of a directory that does not answer
 
 
 class Saver:
@@ -46,191 +48,208 @@ class Saver:
 
     Attributes:
         on_moved: called at the end of each transfer: its block may be evictable now.
-        problem: why the shared tier's last answer was an error, or "".
-        works: set once the shared tier was tried out successfully.
+        writes: what it does them with.
     """
 
     def __init__(
         self,
         dram: DramTier,
-        shared: SharedTier | None,
+        endpoint: SharedEndpoint | None,
         publisher: Publisher,
         link: DirectoryLink,
         config: FleetConfig,
         executor: Executor,
     ) -> None:
         self._dram = dram
-        self._shared = shared
+        self._endpoint = endpoint
         self._publisher = publisher
         self._link = link
-        self._executor = executor
         # What is in transfer cannot be evicted: only a part of the arena is at a time.
         self._batch_bytes = min(_BATCH_BYTES, dram.arena.capacity_bytes // _BATCH_PART)
         self._moved = asyncio.Event()
-        self._places = {kind: asyncio.Semaphore(config.save_inflight_max) for kind in ("save", "demote")}
         self._wake = asyncio.Event()
         self._heartbeat_s = config.heartbeat_s
-        self._pause_s = 0.0
-        self._bad_until = 0.0
-        self._late: set[asyncio.Future[bool]] = set()
-        self._budget: SaveBudget | None = None
+        self._hurry_s = config.lookup_timeout_s
+        self._claims = Breaker(*_CLAIM_PAUSES_S)
+        self._postponed = Postponed()
+        self._saves: dict[asyncio.Task[None], int] = {}  # bytes of each
+        self._retry_from = 0.0  # what began before and failed is tried once more at once
         self.on_moved: Callable[[], None] = lambda: None
-        self.problem = ""
-        self.works = asyncio.Event()
-        self.saved_blocks = 0
-        self.saved_bytes = 0
-        self.failures = 0
+        self.writes = SharedWrites(dram, endpoint, publisher, config.save_inflight_max, executor)
+        if endpoint is not None:
+            endpoint.on_well = self._again
+            endpoint.on_lost = self._save_anew
 
     def wake(self) -> None:
         """There are new blocks."""
         self._wake.set()
 
+    def _again(self, way: Way) -> None:
+        """The tier can be written again: what failed was not to blame."""
+        if way == "write":
+            self._retry_all()
+
+    def _retry_all(self) -> None:
+        self._retry_from = now()
+        self._postponed.clear()
+        self._dram.placement.requeue("shared")
+        self.wake()
+
+    def _save_anew(self, record: bytes) -> None:
+        """The copy of a record is gone or bad: if the block is here, it is written again."""
+        self._postponed.done(record)
+        self._requeue(record)
+        self.wake()
+
+    def dropped(self, record: bytes) -> None:
+        """The copy of a record was deleted, as there were too many: it is written again when the block must go."""
+        self._requeue(record, again=False)
+
+    def _requeue(self, record: bytes, *, again: bool = True) -> None:
+        key, shard = BlockKey(record[:KEY_BYTES]), int.from_bytes(record[KEY_BYTES:], "little")
+        self._dram.placement.lost(key, shard, "shared", again=again)
+
     async def run(self) -> None:
         """Save what is not saved yet, oldest first. Runs until cancelled."""
-        if self._shared is None:
+        if self._endpoint is None:
             return
-        await self._try_out(self._shared)
-        while True:
-            transfers = [] if self._paused else self._dram.placement.next_saves(self._batch_bytes)
-            if not transfers:
+        try:
+            while True:
+                transfers = self._next(self._endpoint)
+                if transfers:
+                    await self._begin(self._endpoint, transfers)
+                    continue
                 # Blocks that loads brought say nothing: look for them now and then.
                 with contextlib.suppress(asyncio.TimeoutError):
                     await within(self._heartbeat_s, self._wake.wait())
                 self._wake.clear()
-                continue
-            try:
-                known = await self._known(transfers)
-            except BaseException:
-                for transfer in transfers:
-                    self._complete(transfer, ok=False)
-                raise
-            for transfer in transfers:
-                if record_id(transfer.key, transfer.shard) in known:
-                    self._complete(transfer, ok=True)
-            await self.move([t for t in transfers if record_id(t.key, t.shard) not in known])
-            await asyncio.sleep(max(0.0, self._bad_until - now()))
+        finally:
+            for save in self._saves:
+                save.cancel()
+            await asyncio.gather(*self._saves, return_exceptions=True)
 
-    @property
-    def _paused(self) -> bool:
-        return self._budget is not None and self._budget.closed(now())
+    def _next(self, endpoint: SharedEndpoint) -> list[Transfer]:
+        """Transfers to begin now: none while half of what may be under way is."""
+        for record in self._postponed.take_due(now()):
+            self._requeue(record)
+            self._moved.set()  # unless it is gone meanwhile
+        room_bytes = self._batch_bytes - sum(self._saves.values())
+        if self.writes.paused or not endpoint.allows("write") or room_bytes < self._batch_bytes // 2:
+            return []
+        begun = []
+        for transfer in self._dram.placement.next_saves("shared", room_bytes):
+            if self._postponed.waits(record_id(transfer.key, transfer.shard)):  # it was used again
+                self._complete(transfer, ok=False, again=False)
+            else:
+                begun.append(transfer)
+        return begun
 
-    async def _try_out(self, shared: SharedTier) -> None:
-        """Check the shared tier until it works, so that `status` can say what is wrong with it."""
-        while not self.works.is_set():
-            try:
-                await settle(self._executor, shared.check)
-                self._good()
-                self.works.set()
-            except TierError as error:
-                self._bad(error)
-                _log.warning("the shared tier does not work, next try in %.0f s: %s", self._pause_s, error)
-                await asyncio.sleep(self._pause_s)
+    async def _begin(self, endpoint: SharedEndpoint, transfers: Sequence[Transfer]) -> None:
+        """Start the writes that are left for this node to do."""
+        for transfer in await self._left(endpoint, transfers, CALL_TIMEOUT_S):
+            save = asyncio.create_task(self._move_one(transfer))
+            self._saves[save] = transfer.num_bytes
+            save.add_done_callback(self._ended)
 
-    def _good(self) -> None:
-        self.problem = ""
-        self._pause_s = self._bad_until = 0.0
+    async def _left(
+        self, endpoint: SharedEndpoint, transfers: Sequence[Transfer], timeout_s: float
+    ) -> Sequence[Transfer]:
+        """Claim transfers; those that are to be carried out. The others are completed.
 
-    def _bad(self, error: object) -> None:
-        """The tier failed: leave it alone for a while, longer each time."""
-        self.problem = str(error)
-        if now() >= self._bad_until:
-            self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_S, 2 * self._pause_s))
-            self._bad_until = now() + self._pause_s
-
-    async def _known(self, transfers: Sequence[Transfer]) -> set[bytes]:
-        """Records that another node, or an earlier life of this one, has saved already, as the directory knows."""
-        records = b"".join(record_id(transfer.key, transfer.shard) for transfer in transfers)
+        One whose block another node is writing is put off, unless somebody waits for its room.
+        """
+        records = [record_id(transfer.key, transfer.shard) for transfer in transfers]
         try:
-            return set(split_records(await self._link.shared_among(records, CALL_TIMEOUT_S)))
+            saved, taken = await self._claim(records, timeout_s)
+        except BaseException:
+            for transfer in transfers:
+                self._complete(transfer, ok=False)
+            raise
+        left = []
+        for record, transfer in zip(records, transfers, strict=True):
+            if record in saved and not self._publisher.is_untold(record):
+                endpoint.counts["known"] += 1
+                self._postponed.done(record)
+                self._complete(transfer, ok=True)
+            elif record in taken and transfer.kind == "save":
+                endpoint.counts["elsewhere"] += 1
+                self._postponed.elsewhere(record, now())
+                self._complete(transfer, ok=False, again=False)
+            else:
+                left.append(transfer)
+        return left
+
+    def _ended(self, save: asyncio.Task[None]) -> None:
+        del self._saves[save]
+        self.wake()
+        if not save.cancelled() and (error := save.exception()) is not None:
+            _log.error("a save failed unexpectedly", exc_info=error)
+
+    async def _claim(self, records: Sequence[bytes], timeout_s: float) -> tuple[set[bytes], set[bytes]]:
+        """Records that are saved already, by another node or an earlier life of this one, and those others write."""
+        if not self._claims.allows(now()):
+            return set(), set()
+        try:
+            claimed = await self._link.claim(self._publisher.node, b"".join(records), timeout_s)
         except KvFleetError:
-            return set()
+            self._claims.failed(now())
+            return set(), set()
+        self._claims.worked()
+        return set(split_records(claimed.saved)), set(split_records(claimed.taken))
 
     async def move(self, transfers: Sequence[Transfer]) -> None:
         """Carry transfers out, and complete each as it ends."""
+        endpoint = self._endpoint
+        if transfers and endpoint is not None and endpoint.allows("write") and not self.writes.paused:
+            transfers = await self._left(endpoint, transfers, self._hurry_s)
         await asyncio.gather(*(self._move_one(transfer) for transfer in transfers))
 
     async def _move_one(self, transfer: Transfer) -> None:
-        ok = False
+        end: End = "later"
+        begun, record = now(), record_id(transfer.key, transfer.shard)
         try:
-            ok = await (self._demote(transfer) if transfer.kind == "demote" else self._save(transfer))
+            end = await self.writes.write(transfer)
         finally:
-            self._complete(transfer, ok=ok)
+            if end == "failed" and begun > self._retry_from:
+                self._postponed.failed(record, now())
+                self._complete(transfer, ok=False, again=False)
+            else:
+                self._complete(transfer, ok=end == "saved")
+        if end == "saved":
+            self._postponed.done(record)
 
-    def _complete(self, transfer: Transfer, *, ok: bool) -> None:
-        self._dram.placement.complete(transfer, ok=ok)
+    def _complete(self, transfer: Transfer, *, ok: bool, again: bool = True) -> None:
+        self._dram.placement.complete(transfer, ok=ok, again=again)
         self._moved.set()
         self.on_moved()
 
-    async def _demote(self, transfer: Transfer) -> bool:
-        """Save a block somebody waits to see gone: for a short time, and not while the tier is known to be bad."""
-        if self._paused or now() < self._bad_until:
-            return False
-        save = asyncio.ensure_future(self._save(transfer))
-        await asyncio.wait({save}, timeout=_DEMOTION_TIMEOUT_S)
-        if save.done():
-            return save.result()
-        save.cancel()
-        self._late.add(save)
-        save.add_done_callback(self._late.discard)
-        self._bad(f"a write took longer than {_DEMOTION_TIMEOUT_S} s")
-        return False
-
-    async def _save(self, transfer: Transfer) -> bool:
-        assert self._shared is not None, "no transfers without a tier below"
-        await self.works.wait()
-        async with self._places[transfer.kind]:
-            record = self._dram.arena.records.record(transfer.slot)
-            if record.key != transfer.key or not record.committed:
-                return False  # dropped while we waited
-            namespace = self._dram.namespaces[record.namespace]
-            num_shards = layout_of(namespace).num_shards
-            view = self._dram.view(transfer.slot, record.length)
-            write = partial(
-                self._shared.write, namespace, num_shards, transfer.key, transfer.shard, view, record.checksum
-            )
-            budget = self._budget
-            if budget is not None and not budget.take(record.length, now()):
-                return False
-            saved = await self._write(write, transfer, record)
-            if budget is not None and not saved:
-                budget.give_back(record.length)
-        if not saved:
-            return False
-        self._good()
-        self.saved_blocks += 1
-        self.saved_bytes += record.length
-        self._publisher.shared(record_id(transfer.key, transfer.shard), present=True)
-        return True
-
-    async def _write(self, write: Callable[[], int], transfer: Transfer, record: Record) -> bool:
-        try:
-            await settle(self._executor, write)
-        except CorruptBlockError as error:
-            _log.warning("block %s in DRAM: %s", transfer.key.hex(), error)
-            if self._dram.arena.records.record(transfer.slot).generation == record.generation:
-                self._dram.drop(transfer.key)
-            return False
-        except TierError as error:
-            self.failures += 1
-            self._bad(error)
-            _log.info("block not saved: %s", error)
-            return False
-        return True
-
     async def settle(self) -> None:
         """Wait for the writes that nobody waits for."""
-        await asyncio.gather(*self._late, return_exceptions=True)
+        await self.writes.settle()
 
-    async def drain(self, timeout_s: float) -> int:
-        """Save what is unsaved and tell the directory, for at most `timeout_s`. Returns how many blocks are left."""
-        if self._shared is None:
-            return 0
+    async def flush(self, timeout_s: float) -> None:
+        """Save what is unsaved and tell the directory, for at most `timeout_s`.
+
+        What cannot be written while the rest can holds it up for three tries, some seconds.
+        """
+        if self._endpoint is None:
+            return
         deadline = now() + timeout_s
-        await self._until(lambda: self._paused or not self._dram.placement.num_unsaved, deadline)
+        self._retry_all()
+        await self._until(lambda: self.writes.paused or self._done, deadline)
         await self._publisher.flush(max(0.0, deadline - now()))
-        return self._dram.placement.num_unsaved
 
-    async def leave(self, timeout_s: float, bytes_max: int | None) -> Drained:
+    @property
+    def num_unsaved(self) -> int:
+        """Records that wait for their copy in the shared tier, or are being copied."""
+        return self._dram.placement.num_unsaved("shared") + self._postponed.num_waiting
+
+    @property
+    def _done(self) -> bool:
+        """Whether nothing is left that could be saved now."""
+        return not self._dram.placement.num_unsaved("shared") and not self._postponed.num_soon
+
+    async def drain(self, timeout_s: float, bytes_max: int | None) -> Drained:
         """Save the most valuable of what is unsaved, within a budget; from then on nothing is saved any more.
 
         Args:
@@ -239,24 +258,31 @@ class Saver:
         """
         deadline = now() + timeout_s
         self.pause()  # what waits for its turn goes back into the queue
-        await self._until(lambda: not self._dram.placement.in_transfer, deadline)
-        self._dram.rank_saves()
-        saved_blocks, saved_bytes = self.saved_blocks, self.saved_bytes
-        budget = self._budget = SaveBudget(bytes_max, deadline)
-        self.wake()
         placement = self._dram.placement
-        await self._until(lambda: not placement.num_unsaved or (self._paused and not placement.in_transfer), deadline)
+        await self._until(lambda: not placement.num_in_transfer("shared"), deadline)
+        if self.writes.budget is None:
+            return Drained(0, 0, *placement.unsaved("shared"))  # the node is to go on after all
+        if self._endpoint is not None:
+            self._retry_all()
+            self._dram.rank_saves("shared")
+        blocks, num_bytes = self.writes.blocks, self.writes.num_bytes
+        budget = self.writes.budget = SaveBudget(bytes_max, deadline)
+        self.wake()
+        await self._until(
+            lambda: self._done or (self.writes.paused and not placement.num_in_transfer("shared")), deadline
+        )
         budget.close()
         await self._publisher.flush(max(0.0, deadline - now()))
-        return Drained(self.saved_blocks - saved_blocks, self.saved_bytes - saved_bytes, *placement.unsaved())
+        writes = self.writes
+        return Drained(writes.blocks - blocks, writes.num_bytes - num_bytes, *placement.unsaved("shared"))
 
     def pause(self) -> None:
         """Save nothing until `resume`."""
-        self._budget = SaveBudget(0, now())
+        self.writes.budget = SaveBudget(0, now())
 
     def resume(self) -> None:
-        """Save as if there had been no `leave` or `pause`."""
-        self._budget = None
+        """Save as if there had been no `drain` or `pause`."""
+        self.writes.budget = None
         self.wake()
 
     async def _until(self, done: Callable[[], bool], deadline: float) -> None:

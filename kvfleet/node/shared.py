@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,8 +17,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from kvfleet.core.block import BlockKey
+from kvfleet.core.objectrows import SharedObject
 from kvfleet.errors import CorruptBlockError, TierError, TierUnavailableError
 from kvfleet.node.blockfile import FRAME_BYTES_MAX, BlockHeader, decode, encode
+from kvfleet.node.codecs import RAW, Codec
 from kvfleet.node.messages import Namespace
 from kvfleet.node.objects import Child, ObjectStore
 
@@ -40,48 +42,65 @@ class SharedTier:
     Threads: every method may be called from any thread but that of fsspec's event loop.
     """
 
-    def __init__(self, url: str, options: Mapping[str, object], timeout_s: float) -> None:
+    def __init__(self, url: str, options: Mapping[str, object], timeout_s: float, codec: Codec = RAW) -> None:
         """Open the filesystem. Nothing is asked of the server yet.
 
         Args:
             url: any fsspec URL.
             options: given to the filesystem; may hold credentials.
             timeout_s: longest wait of each request.
+            codec: of the blocks that are written. All that are known are read.
 
         Raises:
             ConfigError: unknown scheme, missing package, or a URL that names no bucket or directory.
         """
         self._objects = ObjectStore(url, options, timeout_s)
+        self._codec = codec
+        self._probe_path = f"probe-{uuid.uuid4().hex}"
 
     def close(self) -> None:
         """Close connections; calls in flight may fail. Twice is fine; other calls are bugs from here on."""
         self._objects.close()
 
+    @property
+    def objects(self) -> ObjectStore:
+        """The storage, for what else is kept in it."""
+        return self._objects
+
     @override
     def __repr__(self) -> str:
         return f"SharedTier({self._objects.name!r})"
 
-    def check(self) -> None:
-        """Make the directory, if it is one, and write, read and delete a small object.
+    def check(self, timeout_s: float | None = None) -> None:
+        """Make the directory, if it is one, and write, read and delete a small object, each within `timeout_s`.
 
         Raises:
             TierError: what does not work.
         """
         path, data = f"check-{uuid.uuid4().hex}", b"kvfleet"
         self._objects.make_root()
-        self._objects.put(path, data)
-        found = self._objects.get(path, len(data) + 1)
-        self._objects.delete(path)
+        self._objects.put(path, data, timeout_s)
+        found = self._objects.get(path, len(data) + 1, timeout_s)
+        self._objects.delete(path, timeout_s)
         if found != data:
             raise TierUnavailableError(_TIER, f"{self._objects.name}: an object was not read as it was written")
 
-    def probe(self, timeout_s: float) -> None:
+    def probe_reads(self, timeout_s: float) -> None:
         """Have an answer from the storage: ask for an object that is not there.
 
         Raises:
             TierUnavailableError: there was none.
         """
         self._objects.get("probe", 1, timeout_s)
+
+    def probe_writes(self, timeout_s: float) -> None:
+        """Write a small object and delete it. A directory that is gone is not made again.
+
+        Raises:
+            TierError: what does not work.
+        """
+        self._objects.put(self._probe_path, b"kvfleet", timeout_s)
+        self._objects.delete(self._probe_path, timeout_s)
 
     @staticmethod
     def path(namespace_id: bytes, key: BlockKey, shard: int, num_shards: int) -> str:
@@ -112,7 +131,7 @@ class SharedTier:
             TierUnavailableError: anything else. After a time-out the object may still appear, whole.
         """
         header = _header(namespace, num_shards, key, shard, data)
-        encoded = encode(header, data, checksum)
+        encoded = encode(header, data, checksum, self._codec)
         self._objects.put(self.path(namespace.namespace_id, key, shard, num_shards), encoded)
         return len(encoded)
 
@@ -152,7 +171,7 @@ class SharedTier:
             block, checksum = decode(data, header)
         except CorruptBlockError as corrupt:
             try:
-                self._objects.delete(path)
+                self._objects.delete(path, timeout_s)
             except TierError as error:
                 raise CorruptBlockError(_TIER, f"{corrupt.detail}; it could not be deleted: {error}") from corrupt
             raise
@@ -180,28 +199,36 @@ class SharedTier:
         Raises:
             TierUnavailableError: the listing cannot go on; the pages before are right.
         """
+        for page in self.list_objects(records_max, namespaces):
+            yield b"".join(thing.record for thing in page)
+
+    def list_objects(
+        self, objects_max: int, namespaces: Iterable[bytes] | None = None
+    ) -> Iterator[Sequence[SharedObject]]:
+        """The same, with what names and sizes tell: not where in its prefix a block is."""
         ids = self._namespaces() if namespaces is None else [namespace.hex() for namespace in namespaces]
-        left = records_max
+        left = objects_max
         with ThreadPoolExecutor(_LISTING_CALLS, "kvfleet-listing") as pool:
             for page in self._pages(ids, pool):
                 if left <= 0:
                     return
-                yield page[: 18 * left]
-                left -= len(page) // 18
+                yield page[:left]
+                left -= len(page)
 
     def _namespaces(self) -> Iterator[str]:
         for child in self._objects.children(""):
             if child.is_directory and _NAMESPACE.fullmatch(child.name):
                 yield child.name
 
-    def _pages(self, namespaces: Iterable[str], pool: ThreadPoolExecutor) -> Iterator[bytes]:
+    def _pages(self, namespaces: Iterable[str], pool: ThreadPoolExecutor) -> Iterator[Sequence[SharedObject]]:
         for namespace in namespaces:
             there = {child.name for child in self._objects.children(namespace)}
             folders = [f"{namespace}/{name}" for name in _FOLDERS if name in there]
             for first in range(0, len(folders), _LISTING_CALLS):
                 batch = folders[first : first + _LISTING_CALLS]
                 for folder, children in zip(batch, pool.map(self._objects.children, batch), strict=True):
-                    page = b"".join(_record(child, folder[-2:]) for child in children)
+                    found = (_object(bytes.fromhex(namespace), child, folder[-2:]) for child in children)
+                    page = [thing for thing in found if thing is not None]
                     if page:
                         yield page
 
@@ -219,13 +246,13 @@ def _header(namespace: Namespace, num_shards: int, key: BlockKey, shard: int, da
     )
 
 
-def _record(child: Child, folder: str) -> bytes:
-    """The record id in an object's name, or b"" if it is not a block's."""
+def _object(namespace_id: bytes, child: Child, folder: str) -> SharedObject | None:
+    """What an object's name says, or None if it is not a block's."""
     match = _OBJECT.fullmatch(child.name)
     if match is None or child.is_directory or not child.num_bytes or not child.name.startswith(folder):
-        return b""
+        return None
     shard, num_shards = int(match.group(2)), int(match.group(3))
     # A name is a block's only as `SharedTier.path` writes it: no leading zeros.
     if not child.name.endswith(f".{shard}-of-{num_shards}.arrow") or not shard < num_shards <= 1 << 16:
-        return b""
-    return bytes.fromhex(match.group(1)) + shard.to_bytes(2, "little")
+        return None
+    return SharedObject(namespace_id, bytes.fromhex(match.group(1)), shard, num_shards, child.num_bytes, 0, 0)

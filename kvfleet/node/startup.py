@@ -16,6 +16,7 @@ from kvfleet.node.arena import ARENA_FILE, Arena
 from kvfleet.node.arenadir import LOCK_FILE, FileLock, NodeFile, directory_for, make_directory, reap
 from kvfleet.node.arenafile import Geometry
 from kvfleet.node.memory import default_capacity
+from kvfleet.node.mirror import num_drive_records
 
 __all__ = ["NodeHome", "NodePlace", "open_home", "remove_home"]
 
@@ -99,14 +100,15 @@ def _open_locked(config: FleetConfig, place: NodePlace, directory: Path, lock: F
         capacity = default_capacity(Path(config.arena_root), reserved_bytes=place.object_store_bytes)
         if capacity < MIB:
             raise ConfigError("arena_root", f"{config.arena_root} has no room left for an arena")
-    arena = Arena.create(directory, capacity)
+    arena = Arena.create(directory, capacity, num_drive_records=num_drive_records(config.nvme))
     NodeFile.here(config.name, place.ray_node_id, place.raylet_pid).write(directory)
     return NodeHome(NodeId(place.ray_node_id), _next_epoch(directory), directory, lock, arena, warm=False)
 
 
 def _check_size(config: FleetConfig, arena: Arena) -> None:
     """A fleet that could not be stopped in order may have left an arena of another size than is wanted now."""
-    if config.dram_bytes is not None and arena.capacity_bytes != Geometry.plan(config.dram_bytes).capacity_bytes:
+    resized = config.dram_bytes is not None and arena.capacity_bytes != Geometry.plan(config.dram_bytes).capacity_bytes
+    if resized or (arena.drive_records is None) == bool(config.nvme):
         arena.close()
         raise TierUnavailableError("dram", f"{arena.path} has another size than it should")
 

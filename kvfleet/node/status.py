@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvfleet.core.totals import Totals
+from kvfleet.node.catalogstatus import CatalogStatus
+from kvfleet.node.drivestatus import DriveStatus
 
 __all__ = ["NodeStatus"]
 
@@ -25,12 +27,15 @@ class NodeStatus:
         loaded_bytes: by source.
         sent_bytes: to other nodes.
         shared_problem: why the shared tier's last answer was an error, or "".
+        shared_counts: what became of requests to the shared tier, by reason; `SharedEndpoint.counts`.
         saved_blocks: written to the shared tier; `save_failures` attempts failed.
         resyncs: full inventories sent to the directory.
         draining: it is to leave, and takes no stores.
         held_bytes: of slots that clients hold.
         avoided: Ray node ids of holders that did not answer, and `shared` if the shared tier did not.
         totals: what this node's clients asked for and got, those that are gone included, since the arena was made.
+        drives: of its NVMe tier.
+        catalog: of the shared tier, if this node keeps it.
         audit: what is wrong with the books; empty if all is well.
     """
 
@@ -49,6 +54,7 @@ class NodeStatus:
     loaded_bytes: dict[str, int] | None = None
     sent_bytes: int = 0
     shared_problem: str = ""
+    shared_counts: dict[str, int] | None = None
     saved_blocks: int = 0
     save_failures: int = 0
     resyncs: int = 0
@@ -56,4 +62,6 @@ class NodeStatus:
     held_bytes: int = 0
     avoided: tuple[str, ...] = ()
     totals: Totals = field(default_factory=Totals)
+    drives: tuple[DriveStatus, ...] = ()
+    catalog: CatalogStatus | None = None
     audit: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from pathlib import Path
 from kvfleet.core.outcomes import Miss
 from kvfleet.core.totals import NAMES
 
-__all__ = ["LABEL_BYTES", "REQUESTS", "Request", "Tally", "pack_counts", "read_counts", "read_requests"]
+__all__ = ["LABEL_BYTES", "REQUESTS", "Request", "Tally", "pack_counts", "read_counts", "read_note", "read_requests"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ LABEL_BYTES = 64
 _MAGIC = b"kvtally1"
 _HEADER = struct.Struct("<8sI")
 _COUNTS = struct.Struct(f"<{len(NAMES)}Q")
-_ENTRY = struct.Struct(f"<QQ 13I BBBB 16s16s {LABEL_BYTES}s")
+_ENTRY = struct.Struct(f"<QQ 15I BBBB 16s16s {LABEL_BYTES}s")
 _CHECK = struct.Struct("<I")
 _COUNTS_AT = 64
 _RING_AT = _COUNTS_AT + (_COUNTS.size + 63) // 64 * 64
@@ -66,12 +66,12 @@ class Request:
         start_block: blocks before it were not asked for.
         asked_blocks: whole blocks of the prompt.
         hit_blocks: of them, said to be there.
-        local, remote, shared, pending: blocks of the hit by where they were said to be: in the arena of the node, on
-            other nodes, only in the shared tier, being written.
+        local, nvme, remote, shared, pending: blocks of the hit by where they were said to be: in the arena of the node,
+            on its drives, on other nodes, only in the shared tier, being written.
         missing: why the first block behind the hit is missing, or None.
         lookup_s: how long the lookup took.
         loaded: whether a load of it has ended.
-        from_dram, from_peer, from_shared: blocks that came, by source.
+        from_dram, from_nvme, from_peer, from_shared: blocks that came, by source.
         miss: why the first block of the hit that did not come did not, or None.
         load_s: how long the load took.
         first_key, last_key: of the blocks asked for.
@@ -90,8 +90,10 @@ class Request:
     pending: int
     missing: Miss | None
     lookup_s: float
+    nvme: int = 0
     loaded: bool = False
     from_dram: int = 0
+    from_nvme: int = 0
     from_peer: int = 0
     from_shared: int = 0
     miss: Miss | None = None
@@ -102,13 +104,14 @@ class Request:
     @property
     def came(self) -> int:
         """Blocks that were loaded."""
-        return self.from_dram + self.from_peer + self.from_shared
+        return self.from_dram + self.from_nvme + self.from_peer + self.from_shared
 
     def pack(self) -> bytes:
         """As it is kept, with its checksum."""
         body = _ENTRY.pack(
             self.asked_ns, self.block_bytes, self.block_tokens, self.start_block, self.asked_blocks, self.hit_blocks,
-            self.local, self.remote, self.shared, self.pending, self.from_dram, self.from_peer, self.from_shared,
+            self.local, self.remote, self.shared, self.pending, self.nvme,
+            self.from_dram, self.from_peer, self.from_shared, self.from_nvme,
             _micros(self.lookup_s), _micros(self.load_s), self.loaded, _code(self.missing), _code(self.miss), 0,
             self.first_key, self.last_key, self.label.encode(errors="replace")[:LABEL_BYTES],
         )  # fmt: skip
@@ -121,12 +124,13 @@ class Request:
         if _CHECK.unpack_from(entry, _ENTRY.size)[0] != zlib.crc32(body) or not any(entry[:8]):
             return None
         asked_ns, block_bytes, block_tokens, start, asked, hit, *rest = _ENTRY.unpack(body)
-        local, remote, shared, pending, dram, peer, from_shared, lookup_us, load_us, *rest = rest
+        local, remote, shared, pending, nvme, *rest = rest
+        dram, peer, from_shared, from_nvme, lookup_us, load_us, *rest = rest
         loaded, missing, miss, _, first, last, label = rest
         return cls(
             asked_ns, label.rstrip(b"\0").decode(errors="ignore"), block_tokens, block_bytes, start, asked, hit,
-            local, remote, shared, pending, _miss(missing), lookup_us / 1e6, bool(loaded), dram, peer, from_shared,
-            _miss(miss), load_us / 1e6, first, last,
+            local, remote, shared, pending, _miss(missing), lookup_us / 1e6, nvme,
+            bool(loaded), dram, from_nvme, peer, from_shared, _miss(miss), load_us / 1e6, first, last,
         )  # fmt: skip
 
 
@@ -216,12 +220,21 @@ def _keep_in_child() -> None:
 os.register_at_fork(after_in_child=_keep_in_child)
 
 
-def pack_counts(counts: Sequence[int]) -> bytes:
-    """A file of counts alone, as `read_counts` reads it."""
+def pack_counts(counts: Sequence[int], note: str) -> bytes:
+    """A file of counts and a note, as `read_counts` and `read_note` read it."""
     content = bytearray(_RING_AT)
     _HEADER.pack_into(content, 0, _MAGIC, _FORMAT)
     _COUNTS.pack_into(content, _COUNTS_AT, *counts)
-    return bytes(content)
+    return bytes(content) + note.encode()
+
+
+def read_note(path: Path) -> str:
+    """The note in a file of `pack_counts`; "" if it is none of this version."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return ""
+    return "" if _counts(content) is None else content[_RING_AT:].decode(errors="replace")
 
 
 def read_counts(path: Path) -> list[int] | None:

@@ -1,7 +1,8 @@
 """The totals of all clients of a node, as its manager reads them from their files.
 
 Before the file of a client that is gone is removed, its counts are added to a sum, which is kept beside the arena and
-so survives a restart of the manager. One that is killed between the two counts that client twice.
+so survives a restart of the manager. The sum's file ends with the name of the client that was added last: if its own
+file is still there, the manager was killed between the two, and the client is in the sum already.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvfleet.core.totals import NAMES, Totals
-from kvfleet.node.tallies import LABEL_BYTES, Request, pack_counts, read_counts, read_requests
+from kvfleet.node.tallies import LABEL_BYTES, Request, pack_counts, read_counts, read_note, read_requests
 
 __all__ = ["TallyBook"]
 
@@ -31,16 +32,18 @@ class TallyBook:
         self._clients = clients
         self._file = departed
         self._departed = read_counts(departed) or [0] * len(NAMES)
+        self._last = read_note(departed)
 
     def depart(self, path: Path) -> None:
-        """A client is gone, and its file is about to be."""
+        """A client is gone, and its file is about to be. Told again of the same client, it counts it once."""
         counts = read_counts(path)
-        if counts is None or not any(counts):
+        if counts is None or not any(counts) or path.name == self._last:
             return
         self._departed = _sum(self._departed, counts)
+        self._last = path.name
         partial = self._file.with_suffix(".partial")
         try:
-            partial.write_bytes(pack_counts(self._departed))
+            partial.write_bytes(pack_counts(self._departed, path.name))
             partial.replace(self._file)
         except OSError as error:
             _log.warning("totals of clients that are gone will not survive this manager: %s", error)
@@ -51,7 +54,8 @@ class TallyBook:
         """Of all clients since the arena was made."""
         counts = self._departed
         for path in self._files():
-            counts = _sum(counts, read_counts(path) or [0] * len(NAMES))
+            if path.name != self._last:
+                counts = _sum(counts, read_counts(path) or [0] * len(NAMES))
         return Totals.of(counts)
 
     def _files(self) -> list[Path]:

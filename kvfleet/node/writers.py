@@ -15,7 +15,6 @@ from kvfleet.node.arenadir import FileLock
 from kvfleet.node.dram import DramTier, Incoming, record_id
 from kvfleet.node.messages import CommitReply, CommitRequest, ReserveReply, ReserveRequest
 from kvfleet.node.publishing import CALL_TIMEOUT_S, Publisher
-from kvfleet.node.saving import Saver
 
 __all__ = ["Writers"]
 
@@ -24,12 +23,16 @@ _FILE_AGE_S = 60.0  # a client may need that long between making its lock file a
 
 
 class Writers:
-    """Stores of one node's clients. Threads: the manager's event loop."""
+    """Stores of one node's clients. Threads: the manager's event loop.
 
-    def __init__(self, dram: DramTier, admitter: Admitter, saver: Saver, publisher: Publisher) -> None:
+    Args:
+        on_commit: called when there are new blocks.
+    """
+
+    def __init__(self, dram: DramTier, admitter: Admitter, on_commit: Callable[[], None], publisher: Publisher) -> None:
         self._dram = dram
         self._admitter = admitter
-        self._saver = saver
+        self._on_commit = on_commit
         self._publisher = publisher
         self._sequences: dict[int, int] = {}
 
@@ -46,7 +49,9 @@ class Writers:
         if self._dram.abort_all(client):
             self._admitter.freed()
         keys = split(request.keys)
+        self._publisher.refused(record_id(key, request.shard) for key in split(request.given_up))
         if draining:
+            self._publisher.refused(record_id(key, request.shard) for key in keys)
             return ReserveReply(self._dram.arena.arena_id, (), (), (), (), 0, len(keys), draining=True)
         parents = [BlockKey(request.parent) if request.parent else None, *keys[:-1]]
         blocks = [
@@ -80,7 +85,7 @@ class Writers:
             return CommitReply(0, published=True)
         slots = zip(request.slots, request.generations, request.checksums, strict=True)
         committed = sum(self._dram.commit(*slot) for slot in slots)
-        self._saver.wake()
+        self._on_commit()
         self._admitter.freed()
         self._publisher.wake()
         published = await self._publisher.flush(min(request.timeout_s, CALL_TIMEOUT_S))

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvfleet.core.block import BlockKey
+from kvfleet.core.block import KEY_BYTES, BlockKey
 from kvfleet.core.directory import RECORD_BYTES, Applied
+from kvfleet.core.inventory import record_id
 from kvfleet.core.layout import ModelSpec
 from kvfleet.hits import Loaded, PrefixHit
 from kvfleet.node.messages import Miss, Source
@@ -58,7 +59,7 @@ class Checks:
         for run in hit.runs:
             if run.start != stop or run.stop <= run.start:
                 self._fail(f"a hit with a hole: {hit.runs}")
-            if not (run.local or run.pending or run.nodes or run.shared):
+            if not (run.local or run.nvme or run.pending or run.nodes or run.shared):
                 self._fail(f"nobody has blocks {run.start} to {run.stop} of a hit")
             stop = run.stop
         if stop != hit.num_blocks:
@@ -121,7 +122,7 @@ class Checks:
         placement, capacity = tier.dram.placement, tier.dram.arena.capacity_bytes
         if placement.used_bytes > capacity:
             self._fail(f"node {node.number} uses {placement.used_bytes} of {capacity} bytes")
-        if self._steps % _SPIN == 0 and (findings := placement.audit()):
+        if self._steps % _SPIN == 0 and (findings := [*placement.audit(), *tier.dram.holdings.audit(), *_drives(tier)]):
             self._fail(f"node {node.number}: {findings}")
         streams = [stream for stream in node.manager.streams if stream.source.alive]
         flying, budget = sum(stream.flying_bytes for stream in streams), tier.server._budget.capacity_bytes
@@ -159,6 +160,11 @@ class Checks:
             found += [f"node {node.number}: {what}" for what in _busy(node)]
             avoided = node.tier.peers.holders.avoided & {other.node_id for other in fleet.alive}
             found += [f"node {node.number} still avoids {other}" for other in avoided]
+            endpoint = node.tier.endpoint
+            if endpoint is not None and not (endpoint.allows("read") and endpoint.allows("write")):
+                found.append(f"node {node.number} still avoids the shared tier: {endpoint.problem}")
+            if node.tier.saver.num_unsaved and not node.tier.draining:
+                found.append(f"node {node.number}: {node.tier.saver.num_unsaved} blocks are not saved")
         return found or [*self._rows(), *self._flags()]
 
     def _rows(self) -> Iterator[str]:
@@ -171,11 +177,11 @@ class Checks:
             return
         holders: dict[bytes, set[str]] = {}
         for node_id, node in alive.items():
-            records = node.tier.dram.placement.records()
+            records = node.tier.dram.holdings.records()
             if not known[node_id].synced or known[node_id].records != len(records):
                 yield f"node {node.number} has {len(records)} records, the directory says {known[node_id]}"
             for record in records:
-                holders.setdefault(record.key, set()).add(node_id)
+                holders.setdefault(record[:KEY_BYTES], set()).add(node_id)
         for key in self._checksums.keys() | holders.keys():
             runs = directory.locate(key, 0, 1)
             said = set(runs[0].nodes) if runs else set()
@@ -185,16 +191,26 @@ class Checks:
     def _flags(self) -> Iterator[str]:
         """What is said to be in the shared tier is there, and the other way round."""
         storage, directory = self._fleet.storage, self._fleet.directory.instance._directory
-        paths = {path: bytes.fromhex(path.split("/")[-1].split(".")[0]) for path in storage.objects if "/" in path}
+        blocks = [path for path in storage.objects if path.endswith(".arrow")]
+        paths = {path: bytes.fromhex(path.split("/")[-1].split(".")[0]) for path in blocks}
         spoiled = {path.split("/")[-1].split(".")[0] for path in storage.spoiled}
+        forgotten = any(path.startswith("manifests/") for path in storage.spoiled)  # and what it said with it
         there = set(paths.values())
         for key in self._checksums:
             said = bool(directory.shared_among(key + bytes(RECORD_BYTES - len(key))))
             if said and key not in there and key.hex() not in spoiled:
                 yield f"object {key.hex()} is said to be there"
         for path, key in paths.items():
-            if storage.known(path) and not directory.shared_among(key + bytes(RECORD_BYTES - len(key))):
+            if (
+                not forgotten
+                and storage.known(path)
+                and not directory.shared_among(key + bytes(RECORD_BYTES - len(key)))
+            ):
                 yield f"object {key.hex()} is not known to be there"
+        limit = self._fleet.config.shared_bytes_max
+        used_bytes = sum(len(storage.objects[path]) for path in blocks if storage.known(path))
+        if limit is not None and used_bytes > limit and not forgotten:
+            yield f"{used_bytes} bytes of objects are known, {limit} are allowed"
 
     def whole(self) -> None:
         """Everything, once: bytes of all visible records, the arena against the books."""
@@ -207,12 +223,26 @@ class Checks:
 
     def expected(self, keys: list[BlockKey]) -> int:
         """How many blocks of a prefix the directory should find."""
-        held = {record.key for node in self._fleet.alive for record in node.tier.dram.placement.records()}
+        held = {record[:KEY_BYTES] for node in self._fleet.alive for record in node.tier.dram.holdings.records()}
         directory = self._fleet.directory.instance._directory
         for number, key in enumerate(keys):
             if key not in held and not directory.shared_among(key + bytes(RECORD_BYTES - len(key))):
                 return number
         return len(keys)
+
+
+def _drives(tier: Any) -> Iterator[str]:  # noqa: ANN401
+    """What is wrong with what is said of a node's drives."""
+    if tier.nvme is None:
+        return
+    yield from tier.nvme.audit()
+    there = set(tier.nvme.records())
+    for key, shard in tier.dram.placement.saved_records("nvme"):
+        if record_id(key, shard) not in there:
+            yield f"{key.hex()}: said to be on a drive"
+    table = {record_id(record.key, record.shard) for record in tier.dram.arena.drive_records.live()}
+    if table != there:
+        yield f"{len(table)} blocks are in the table of the drives, which have {len(there)}"
 
 
 def _busy(node: LocalNode) -> Iterator[str]:
@@ -226,6 +256,8 @@ def _busy(node: LocalNode) -> Iterator[str]:
         yield f"{tier.dram.num_reserved} slots reserved, {invisible} not visible"
     if placement.in_transfer:
         yield f"{placement.in_transfer} transfers"
+    if tier.nvme is not None and not tier.nvme.is_open:
+        yield "its drive is away"
     if tier.loader.flights:
         yield f"{len(tier.loader.flights)} flights"
     for name, budget in (("out", tier.server._budget), ("in", getattr(tier, "peers", tier.loader).transport._budget)):

@@ -30,8 +30,10 @@ class Faults:
         kinds: list[Callable[[], str | None]] = [
             self._kill_manager, self._kill_manager, self._kill_directory, self._lose_node, self._kill_client,
             self._cut, self._mend,
-            self._swizzle, self._slow, self._storage, self._spoil, self._stop, self._drain,
+            self._swizzle, self._slow, self._storage, self._spoil, self._stop, self._drain, self._expire,
         ]  # fmt: skip
+        if fleet.config.nvme:
+            kinds += [self._drive, self._drive, self._rot]
         self._kinds = [kind for kind in kinds if rng.random() < 0.5]
         self.share = rng.choice((0.0, 0.05, 0.2)) if self._kinds else 0.0
 
@@ -47,13 +49,14 @@ class Faults:
         self.fleet.note("heal")
         self.fleet.network.calm()
         self.fleet.storage.mood = "well"
+        self.fleet.media.heal()
         self._start_directory()
         for node in self.fleet.alive:
             self._start_manager(node)
             assert node.manager.process is not None
             node.manager.process.resume()
             if node.tier is not None:
-                node.manager.process.run(node.tier.stay)
+                node.manager.process.run(node.tier.resume)
 
     def _later(self, seconds: float, function: Callable[..., object], *args: object) -> None:
         self.fleet.loop.call_later(seconds, function, *args)
@@ -142,20 +145,33 @@ class Faults:
         path = self._random.choice((storage.lose, storage.damage))()
         return None if path is None else "object spoiled"
 
+    def _expire(self) -> str | None:
+        return "objects expired" if self.fleet.storage.expire() else None
+
+    def _drive(self) -> str | None:
+        """A drive changes: how it answers, and what it takes."""
+        medium = self.fleet.media.of(self._some_node().host)
+        medium.mood = self._random.choice(("well", "well", "slow", "failing", "hanging"))
+        medium.uses_wanted = self._random.choice((0, 0, 1, 2, None))
+        return f"drive {medium.mood}"
+
+    def _rot(self) -> str | None:
+        return "block rotten" if self.fleet.media.damage(self._some_node().host) else None
+
     def _drain(self) -> str | None:
         """A node is asked to leave: it does, or it stays after all."""
         node = self._some_node()
         if node.tier is None or self.fleet.config.shared_url is None:
             return None
         operator = Process(self.fleet.loop, "operator", self.fleet.directory.host)
-        operator.run(self.fleet.loop.spawn, lambda: self._leave(node))
+        operator.run(self.fleet.loop.spawn, lambda: self._empty(node))
         return "node drained"
 
-    def _leave(self, node: LocalNode) -> None:
+    def _empty(self, node: LocalNode) -> None:
         held = {record.key for record in node.tier.dram.placement.records()}
         process, storage = node.manager.process, self.fleet.storage
         timeout_s, bytes_max = self._random.choice((0.2, 3.0)), self._random.choice((None, 1 << 18))
-        answer = Handle(node.manager).leave.remote(timeout_s, bytes_max)
+        answer = Handle(node.manager).drain.remote(timeout_s, bytes_max)
         came = wait(self.fleet.loop, answer.future, 10.0) and answer.future.exception() is None
         if not came or process is None or process is not node.manager.process:
             return
@@ -164,10 +180,11 @@ class Faults:
         there = {path.split("/")[-1].split(".")[0] for path in storage.objects | dict.fromkeys(storage.spoiled)}
         missing = sum(key.hex() not in there for key in held & here)
         self.fleet.note("drained", drained)
-        if missing > drained.left_blocks:
+        deleted = self.fleet.config.shared_bytes_max is not None  # then some may be, as there are too many
+        if missing > drained.left_blocks and not deleted:
             raise SimulationError(f"{missing} blocks of a drained node are not in the shared tier: {drained}")
         if self._random.random() < 0.5:
-            process.run(node.tier.stay)
+            process.run(node.tier.resume)
 
     def _stop(self) -> str | None:
         process = self._some_node().manager.process

@@ -1,8 +1,8 @@
 """`LocalFleet`: a whole fleet in one thread, under virtual time, the same for the same seed.
 
 It runs kvfleet's own code, unchanged: managers, the directory, clients with their store threads, and their calls. What
-is simulated is the world around it: Ray (`actors`), the network, the clock, threads, the shared tier's storage. Arenas
-are real files.
+is simulated is the world around it: Ray (`actors`), the network, the clock, threads, drives, the shared tier's storage.
+Arenas are real files.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvfleet.node.manager import TierManager
 from kvfleet.node.startup import NodePlace
 from kvfleet.testing.actors import Actor, Cluster
 from kvfleet.testing.blocking import pause
+from kvfleet.testing.drives import Media
 from kvfleet.testing.loop import VirtualLoop
 from kvfleet.testing.network import Network, Weather
 from kvfleet.testing.processes import Process
@@ -59,6 +60,7 @@ SETTINGS: dict[str, Any] = {
     "save_inflight_max": 2,
     "load_inflight_max": 2,
     "inventory_page_records": 10,
+    "manifest_interval_s": 1.0,
 }
 
 
@@ -122,13 +124,14 @@ class LocalFleet:
         self.loop = VirtualLoop(seed)  # type: ignore[abstract]
         self.network = Network(self.loop, seed, weather or Weather())
         self.storage = Storage(self.loop, seed)
+        self.media = Media(self.loop, seed)
         self.cluster = Cluster(self.network, self.note, self.loop.problems.append, self._serve)
         self.trace: deque[str] = deque(maxlen=_TRACE_LINES)
         self._digest = hashlib.blake2b()
         self._end = ExitStack()
         self._root = Path(tempfile.mkdtemp(prefix="kvfleet-sim-", dir="/dev/shm"))
         self._end.callback(shutil.rmtree, self._root, ignore_errors=True)
-        self._end.enter_context(staged(self.cluster, self.storage, seed))
+        self._end.enter_context(staged(self.cluster, self.storage, self.media, seed))
         self._end.callback(self.loop.close)
         self.config = FleetConfig(name="simulated", **{"shared_url": "memory://blocks", **SETTINGS, **settings})
         self.nodes: list[LocalNode] = []
@@ -235,7 +238,7 @@ class LocalFleet:
             _unlock(tier.home.lock)
 
     def lose(self, node: LocalNode, notice_s: float) -> None:
-        """A node is gone for good, with its arena and its clients; Ray knows it after a time."""
+        """A node is gone for good, with its arena, its drive and its clients; Ray knows it after a time."""
         self.note("lose node", node.number)
         for client in list(node.clients):
             client.kill()
@@ -247,7 +250,7 @@ class LocalFleet:
         self.loop.call_later(notice_s, self.live_nodes.discard, node.node_id)
 
     def wipe(self, node: LocalNode) -> None:
-        """The arena of a node whose manager is away is gone: its memory was cleared."""
+        """The arena of a node whose manager is away is gone: its memory was cleared. Its drive is as it was."""
         assert node.manager.process is None
         self.note("wipe arena of", node.number)
         shutil.rmtree(directory_for(node.root, self.config.name, node.node_id))

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from kvfleet.client import Client
+from kvfleet.config import MIB, DriveConfig
 from kvfleet.core.block import split
-from kvfleet.errors import DeadlineExceededError
-from kvfleet.hits import PrefixHit
-from kvfleet.storing import StoreTask
 from kvfleet.testing.actors import Handle
 from kvfleet.testing.blocking import wait
-from kvfleet.testing.checks import Checks, content
+from kvfleet.testing.checks import Checks
+from kvfleet.testing.drives import CAPACITY_BYTES
 from kvfleet.testing.faults import Faults
 from kvfleet.testing.fleet import LocalClient, LocalFleet
 from kvfleet.testing.network import Weather
 from kvfleet.testing.processes import Process, SimulationError
 from kvfleet.testing.talks import LARGE, SPEC, Talk
+from kvfleet.testing.turns import GRACE_S, Turns
 
 __all__ = ["Outcome", "run_schedule"]
 
-_GRACE_S = 0.6  # what a call may take beyond its deadline: an answer's way, twice
 _RECOVERS_S = 400.0
-_TOLD_S = 20.0  # until the directory knows of an eviction; a call that was lost before may have to run out
-_BLOCKS_MAX = 12
+_TOLD_S = 80.0  # until a call that was lost before has run out, or the claim of a node that wrote nothing
 _STORY_LINES = 40
-_HOLDS = 0.15
-_RELEASES = 0.5
 _ENDS = 0.2
+_LIMITED = 0.4
+_DRIVES = 0.6
 
 
 @dataclass
@@ -65,14 +58,15 @@ class Schedule:
         self._num_events = num_events
         self.outcome = Outcome()
         settings: dict[str, Any] = {} if rng.random() < 0.8 else {"shared_url": None}
+        if random.Random(f"limit {seed}").random() < _LIMITED:
+            settings["shared_bytes_max"] = MIB
+        if random.Random(f"drives {seed}").random() < _DRIVES:
+            settings["nvme"] = (DriveConfig(directory="/drive", max_bytes=CAPACITY_BYTES),)
         self.fleet = LocalFleet(seed, rng.choice((2, 3, 3)), weather=Weather.drawn(rng), **settings)
         self.spec = rng.choice((SPEC, LARGE))
         self.checks = Checks(self.fleet, self.spec)
-        self._talks = [Talk(number, number % 3) for number in range(5)]
-        self._num_talks = len(self._talks)
         self._busy: dict[LocalClient, tuple[str, float, asyncio.Future[None]]] = {}
-        self._tasks: list[tuple[StoreTask, float, LocalClient]] = []
-        self._slowness = rng.choice((0.0, 0.05, 0.25))
+        self._turns = Turns(self.fleet, self.checks, self.spec, rng)
         self._faults = Faults(self.fleet, rng, self.spec)
         self.operator = Process(self.fleet.loop, "operator", self.fleet.directory.host)
         self._gap_s = rng.choice((0.005, 0.03, 0.15))
@@ -87,6 +81,7 @@ class Schedule:
             self.fleet.run(self._live)
             self.outcome.digest = self.fleet.digest
             self.outcome.faults = self._faults.counts
+            self.outcome.loaded = self._turns.loaded
         return self.outcome
 
     def _live(self) -> None:
@@ -125,103 +120,22 @@ class Schedule:
         if not idle:
             return
         client = self._random.choice(idle)
-        self._begin(client, "turn", self._random.choice(self._talks))
+        self._begin(client, "turn", self._random.choice(self._turns.talks))
 
     def _begin(self, client: LocalClient, name: str, talk: Talk) -> asyncio.Future[None]:
         self.outcome.operations[name] = self.outcome.operations.get(name, 0) + 1
         self.fleet.note(client.process.name, name, talk.number, talk.num_blocks)
         config = self.fleet.config
-        limit = 2 * config.lookup_timeout_s + config.load_timeout_s + config.store_timeout_s + 10 + 40 * self._slowness
-        done = client.start(partial(self._turn, client, talk))
+        limit = (
+            2 * config.lookup_timeout_s
+            + config.load_timeout_s
+            + config.store_timeout_s
+            + 10
+            + 40 * self._turns.slowness
+        )
+        done = client.start(partial(self._turns.turn, client, talk))
         self._busy[client] = (name, self.fleet.now + limit, done)
         return done
-
-    def _turn(self, owner: LocalClient, talk: Talk, client: Client) -> None:
-        """Look a prompt up, load it, store it with what was added."""
-        loaded = self._load(owner, client, talk.tokens())
-        if talk.num_blocks >= _BLOCKS_MAX:
-            self._talks.remove(talk) if talk in self._talks else None
-            self._num_talks += 1
-            self._talks.append(Talk(self._num_talks, self._num_talks % 3))
-            return
-        talk.num_blocks += self._random.choice((0, 1, 1, 2, 4))
-        tokens, paused = talk.tokens(), [0.0]
-        start = self._random.choice((0, loaded))
-        began = self.fleet.now
-        task = client.store(tokens, self._put(self.spec.keys(tokens), paused), start_block=start)
-        if self._random.random() < 0.7:
-            limit = self.fleet.config.store_timeout_s + 4.0
-            try:
-                result = task.wait(2 * limit)
-            except DeadlineExceededError:
-                if self.fleet.now - began > limit + paused[0]:
-                    raise SimulationError("a store does not end") from None
-            else:
-                self.fleet.note(owner.process.name, "stored", result.stored, result.already, result.reason)
-
-    def _load(self, owner: LocalClient, client: Client, tokens: npt.NDArray[np.uint32]) -> int:
-        config, fleet = self.fleet.config, self.fleet
-        began = fleet.now
-        hit = client.lookup(tokens)
-        if fleet.now - began > 2 * config.lookup_timeout_s + _GRACE_S:
-            raise SimulationError(f"a lookup took {fleet.now - began:.3f} s")
-        self.checks.hit(hit)
-        if self._random.random() < _HOLDS:
-            self._hold(owner, client, hit)
-        got: dict[int, npt.NDArray[np.uint8]] = {}
-        paused = [0.0]
-        timeout_s = self._random.choice((0.05, 1.0, config.load_timeout_s))
-        began = fleet.now
-        loaded = client.load(hit, self._take(got, paused), timeout_s)
-        if fleet.now - began - paused[0] > timeout_s + _GRACE_S:
-            raise SimulationError(f"a load of {timeout_s} s took {fleet.now - began:.3f} s")
-        self.checks.loaded(hit, loaded, got)
-        self.outcome.loaded += int(loaded) // self.spec.block_tokens
-        fleet.note("loaded", int(loaded), "of", hit.num_tokens, loaded.miss)
-        return int(loaded) // self.spec.block_tokens
-
-    def _hold(self, owner: LocalClient, client: Client, hit: PrefixHit) -> None:
-        """What is held stays, as long as it is held and the manager lives."""
-        manager, seconds = owner.node.manager, self._random.choice((0.2, 2.0))
-        until = self.fleet.now + seconds
-        process = manager.process
-        hold = client.hold(hit, seconds)
-        keys = split(hit.keys_of(hit.start_block, hit.start_block + hold.num_blocks))
-        self.fleet.sleep(self._random.choice((0.0, 0.1, 1.0)))
-        if process is not None and manager.process is process and self.fleet.now < until:
-            self.checks.held(owner.node, keys)
-        if self._random.random() < _RELEASES:
-            hold.release()
-
-    def _pause(self, paused: list[float]) -> None:
-        """Engines are not always quick."""
-        if self._random.random() < self._slowness:
-            seconds = self._random.choice((0.01, 0.3, 0.8))
-            paused[0] += seconds
-            self.fleet.sleep(seconds)
-
-    def _take(self, got: dict[int, npt.NDArray[np.uint8]], paused: list[float]) -> Callable[[int, Any], None]:
-        def take(index: int, view: Any) -> None:  # noqa: ANN401
-            data = view.reshape(-1).view(np.uint8)
-            half = len(data) // 2
-            copy = got[index] = np.empty_like(data)
-            copy[:half] = data[:half]
-            self._pause(paused)
-            copy[half:] = data[half:]
-
-        return take
-
-    def _put(self, keys: bytes, paused: list[float]) -> Callable[[int, Any], None]:
-        names = split(keys)
-
-        def put(index: int, view: Any) -> None:  # noqa: ANN401
-            target = view.reshape(-1).view(np.uint8)
-            data, half = content(names[index], len(target)), len(target) // 2
-            target[:half] = data[:half]
-            self._pause(paused)
-            target[half:] = data[half:]
-
-        return put
 
     # rest
 
@@ -230,13 +144,13 @@ class Schedule:
         if any(name.startswith("manager") for name in self._faults.counts):
             # Slots that a client tries to give back to a manager that is away go back with its next store.
             for client in [client for node in self.fleet.alive for client in node.clients]:
-                client.start(self._store_once)
+                client.start(self._turns.store_once)
         self._settle(_RECOVERS_S)
         self.outcome.recovered_s = self.fleet.now - began
         self.checks.whole()
         for node in self.fleet.alive:
             client = node.clients[0] if node.clients else self.fleet.client(node, self.spec)
-            for talk in self._random.sample(self._talks, 2):
+            for talk in self._random.sample(self._turns.talks, 2):
                 self._find_all(client, talk)
         self.checks.whole()
         if self._random.random() < _ENDS:
@@ -261,11 +175,6 @@ class Schedule:
             if not wait(self.fleet.loop, answer.future, 30.0) or home.exists():
                 raise SimulationError(f"node {node.number} is not gone after its manager was shut down")
 
-    def _store_once(self, client: Client) -> None:
-        self._num_talks += 1
-        tokens = Talk(self._num_talks, 0).tokens() + np.uint32(1 << 30)
-        client.store(tokens, self._put(self.spec.keys(tokens), [0.0]))
-
     def _find_all(self, client: LocalClient, talk: Talk) -> None:
         """Each lookup is answered as the directory should, and all of it is loaded."""
         tokens = talk.tokens()
@@ -273,24 +182,16 @@ class Schedule:
             self._settle(_TOLD_S)
             keys = split(self.spec.keys(tokens))
             expected = self.checks.expected(keys)
-            came = client.start(partial(self._find, tokens=tokens))
+            came = client.start(partial(self._turns.find, tokens=tokens))
             if not wait(
-                self.fleet.loop, came, _GRACE_S + self.fleet.config.lookup_timeout_s + self.fleet.config.load_timeout_s
+                self.fleet.loop, came, GRACE_S + self.fleet.config.lookup_timeout_s + self.fleet.config.load_timeout_s
             ):
                 raise SimulationError("at rest, a lookup and a load do not end")
             found, loaded = came.result()
             if found == expected and loaded == found:
                 return
-        if not self.fleet.storage.spoiled:
+        if not self.fleet.storage.spoiled and not self.fleet.media.rotten:
             raise SimulationError(f"{loaded} of {found} blocks loaded, {expected} are there")
-
-    def _find(self, client: Client, tokens: npt.NDArray[np.uint32]) -> tuple[int, int]:
-        hit = client.lookup(tokens)
-        got: dict[int, npt.NDArray[np.uint8]] = {}
-        loaded = client.load(hit, self._take(got, [0.0]))
-        self.checks.hit(hit)
-        self.checks.loaded(hit, loaded, got)
-        return hit.num_blocks, int(loaded) // self.spec.block_tokens
 
 
 def run_schedule(seed: int, num_events: int = 40) -> Outcome:

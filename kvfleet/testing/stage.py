@@ -22,9 +22,10 @@ import ray
 from typing_extensions import override
 
 from kvfleet import actors, calls
-from kvfleet.node import arena, shared
+from kvfleet.node import arena, localdrives, shared
 from kvfleet.testing.actors import Cluster, Handle, RayModule
 from kvfleet.testing.blocking import Pool, QueueModule, ThreadingModule, TimeModule
+from kvfleet.testing.drives import Media, SimulatedNvme
 from kvfleet.testing.storage import SimulatedStore, Storage
 
 __all__ = ["DIRECTORY", "manager_name", "staged"]
@@ -87,7 +88,7 @@ def _production() -> list[Any]:
     return [importlib.import_module(name) for name in names]
 
 
-def _names(cluster: Cluster, storage: Storage, seed: int) -> list[tuple[Any, str, Any]]:
+def _names(cluster: Cluster, storage: Storage, media: Media, seed: int) -> list[tuple[Any, str, Any]]:
     """Module or class, name in it, what it is replaced by."""
     instead: dict[str, tuple[object, object]] = {
         "time": (time, TimeModule(cluster.loop)),
@@ -109,6 +110,7 @@ def _names(cluster: Cluster, storage: Storage, seed: int) -> list[tuple[Any, str
             if vars(module).get(name) is real
         ),
         (shared, "ObjectStore", partial(SimulatedStore, storage)),
+        (localdrives, "NvmeTier", partial(SimulatedNvme, media)),
         (arena.Arena, "populate", lambda *_: None),
         (calls, "_FINDING", _Inline()),
         (calls, "find_manager", by_node(cluster.find)),
@@ -121,12 +123,12 @@ def _names(cluster: Cluster, storage: Storage, seed: int) -> list[tuple[Any, str
 
 
 @contextmanager
-def staged(cluster: Cluster, storage: Storage, seed: int) -> Iterator[None]:
+def staged(cluster: Cluster, storage: Storage, media: Media, seed: int) -> Iterator[None]:
     """Production code runs in the simulated world, for this process, until the end."""
     errors = _Errors(cluster.report)
     log = logging.getLogger("kvfleet")
     level, propagate = log.level, log.propagate
-    patches = [patch.object(where, name, value) for where, name, value in _names(cluster, storage, seed)]
+    patches = [patch.object(where, name, value) for where, name, value in _names(cluster, storage, media, seed)]
     collects = gc.isenabled()
     gc.disable()  # when it runs depends on more than the seed, and what it finds may have a `finally`
     log.addHandler(errors)

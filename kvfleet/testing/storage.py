@@ -16,6 +16,7 @@ __all__ = ["Mood", "SimulatedStore", "Storage"]
 
 Mood = Literal["well", "slow", "failing", "hanging", "full"]
 _TIER = "shared"
+_EXPIRES = 0.3
 
 
 class Storage:
@@ -55,6 +56,14 @@ class Storage:
             del self.objects[path]
             self.spoiled.add(path)
         return path
+
+    def expire(self) -> int:
+        """A rule of the storage deletes a part of all blocks, and nobody is told. Returns how many."""
+        blocks = [path for path in sorted(self.objects) if path.endswith(".arrow") and self.random.random() < _EXPIRES]
+        for path in blocks:
+            del self.objects[path]
+            self.spoiled.add(path)
+        return len(blocks)
 
     def damage(self) -> str | None:
         """A byte of an object changes."""
@@ -102,11 +111,11 @@ class SimulatedStore:
     def make_root(self) -> None:
         """Nothing to make."""
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, timeout_s: float | None = None) -> None:
         """Write an object. One whose answer does not come may appear all the same."""
         storage, mood = self._storage, self._storage.mood
         try:
-            storage.take_time(self._timeout_s, "write")
+            storage.take_time(self._limit(timeout_s), "write")
         except TierUnavailableError:
             if storage.random.random() < 0.3:
                 storage.write(path, data, doubtful=True)
@@ -118,17 +127,19 @@ class SimulatedStore:
 
     def get(self, path: str, bytes_max: int, timeout_s: float | None = None) -> bytes | None:
         """Read an object."""
-        limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        self._storage.take_time(limit, "read")
+        self._storage.take_time(self._limit(timeout_s), "read")
         data = self._storage.objects.get(path)
         if data is None:
             self._storage.missed.add(path)
         return None if data is None else data[:bytes_max]
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, timeout_s: float | None = None) -> None:
         """Delete an object."""
-        self._storage.take_time(self._timeout_s, "delete")
+        self._storage.take_time(self._limit(timeout_s), "delete")
         self._storage.objects.pop(path, None)
+
+    def _limit(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
 
     def children(self, path: str) -> list[Child]:
         """What is below a path."""

@@ -28,6 +28,7 @@ from kvfleet.hits import StoreResult
 from kvfleet.node.manager import NodeStatus
 from kvfleet.node.messages import Outcome, Source
 from kvfleet.storing import StoreTask
+from tests.workload import content
 
 MIB = 1 << 20
 BLOCK_TOKENS = 16
@@ -52,13 +53,6 @@ def prompt(seed: int, num_blocks: int) -> npt.NDArray[np.uint32]:
     ids = np.arange(num_blocks * BLOCK_TOKENS + 3, dtype=np.uint32)
     ids[0] += np.uint32(seed << 16)
     return ids
-
-
-def content(key: bytes) -> npt.NDArray[np.uint8]:
-    """The bytes of a block, no two words of any blocks alike."""
-    words = np.arange(BLOCK_BYTES // 8, dtype=np.uint64) + np.frombuffer(key, np.uint64)[0]
-    block: npt.NDArray[np.uint8] = words.view(np.uint8)
-    return block
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ class Engine:
 
         def put(index: int, view: npt.NDArray[np.uint8]) -> None:
             self._pass(index)
-            view[:] = content(keys[index])
+            view[:] = content(keys[index], view.nbytes)
 
         self.task = self.client.store(prompt(seed, num_blocks), put, start_block=start_block)
 
@@ -161,7 +155,7 @@ class Engine:
 
         def take(index: int, view: npt.NDArray[np.uint8]) -> None:
             self._pass(index)
-            right[index] = bool((view == content(keys[index])).all())
+            right[index] = bool((view == content(keys[index], view.nbytes)).all())
 
         started = time.monotonic()
         loaded = self.client.load(hit, take, timeout_s)

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import kvfleet
+from kvfleet.cli.main import app
 from tests.cluster.engine_process import BLOCK_TOKENS, here, prompt
+from tests.conftest import wait_for
 
 
 def run(*arguments: str, address: str) -> subprocess.CompletedProcess[str]:
@@ -30,8 +33,10 @@ def address(ray_cluster) -> str:
     return str(ray_cluster.address)
 
 
-def test_a_fleet_outlives_the_command_that_started_it(address, arena_root):
-    up = run("up", "--name", "cli", "--dram-bytes", "32MiB", "--arena-root", str(arena_root), address=address)
+def test_a_fleet_outlives_the_command_that_started_it(address, arena_root, tmp_path):
+    """Both nodes are on one machine here, so that one is refused the drive that the other has."""
+    arenas, drive = ("--dram-bytes", "32MiB", "--arena-root", str(arena_root)), ("--nvme", str(tmp_path))
+    up = run("up", "--name", "cli", *arenas, *drive, "--nvme-bytes", "64MiB", address=address)
     assert up.returncode == 0, up.stderr
     try:
         status = run("status", "--name", "cli", "--json", address=address)
@@ -39,24 +44,26 @@ def test_a_fleet_outlives_the_command_that_started_it(address, arena_root):
         assert [node["capacity_bytes"] for node in found["nodes"]] == [32 << 20] * 2
         assert found["silent"] == []
         assert all(node["node_id"][:8] in up.stdout for node in found["nodes"])
-        assert (
-            "directory: 0 of at most 20,000,000 records of 2 nodes"
-            in run("status", "--name", "cli", address=address).stdout
-        )
+        assert sorted(drive["works"] for node in found["nodes"] for drive in node["drives"]) == [False, True]
+        shown = run("status", "--name", "cli", address=address).stdout
+        assert "directory: 0 of at most 20,000,000 records of 2 nodes" in shown
+        assert f"{tmp_path}: another process has this drive open" in shown.replace("\n", "")
         assert run("explain", "--name", "cli", address=address).stdout == "no request is remembered\n"
     finally:
         down = run("down", "--name", "cli", address=address)
     assert down.returncode == 0, down.stderr
     assert down.stdout == ("fleet cli is stopped: 2 managers and its directory; 64.0 MiB of memory are free again\n")
     assert not list(arena_root.rglob("arena"))
-    with pytest.raises(kvfleet.ConfigError, match="no fleet 'cli'"):
+    with pytest.raises(kvfleet.ConfigError, match=r"^no fleet 'cli'"):
         kvfleet.connect("cli", address=address)
+    again = run("down", "--name", "cli", address=address)
+    assert (again.returncode, again.stdout) == (0, "fleet cli does not run here: nothing to stop\n")
 
 
 def test_a_fleet_that_is_not_there(address):
     done = run("status", "--name", "nowhere", address=address)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.strip() == "kvfleet: name: no fleet 'nowhere' is running here; `kvfleet up` starts one"
+    assert done.stderr.strip() == "kvfleet: no fleet 'nowhere' is running here; `kvfleet up` starts one"
 
 
 def test_what_became_of_requests_is_told(address, make_fleet, engine_here):
@@ -110,4 +117,34 @@ def test_a_node_is_drained(address, arena_root, make_fleet, engine_here, tmp_pat
     assert engine.store(2, 3).stored == 3
     done = run("drain", "x", "--name", "drained", address=address)
     assert done.returncode == 1
-    assert "0 nodes with a manager begin with 'x'" in done.stderr
+    assert "no node with a manager has an id that begins with 'x'" in done.stderr
+
+
+def test_blocks_are_inspected_and_nodes_looked_over(address, make_fleet, engine_here, tmp_path):
+    def shown(*arguments):
+        """In this process, which is connected already."""
+        done = CliRunner().invoke(app, [*arguments, "--name", "looked"], env={"COLUMNS": "80"})
+        return done.exit_code, done.stdout
+
+    engine = engine_here(make_fleet(name="looked", shared_url=f"file://{tmp_path}"))
+    assert engine.store(1, 2).stored == 2
+    wait_for(lambda: len(list(tmp_path.rglob("*.arrow"))) == 2, "both blocks are in the shared tier")
+    key = engine.client.lookup(prompt(1, 2)).keys[-16:].hex()
+    code, text = shown("inspect", key)
+    assert code == 0
+    assert [line.split()[-1] for line in text.splitlines()[2:]] == ["sound", "sound"]
+    assert shown("inspect", "0" * 32) == (0, f"{'0' * 32}: nowhere in fleet looked\n")
+
+    code, text = shown("doctor", "--json")
+    assert code == 0, text
+    checks = {check["name"]: check["text"] for node in json.loads(text)["nodes"] for check in node["checkup"]["checks"]}
+    assert {"arena", "books", "blocks", "memory", "shared tier", "directory"} <= checks.keys()
+    (path,) = tmp_path.rglob(f"{key}*.arrow")
+    path.write_bytes(b"spoilt")
+    code, text = shown("doctor")
+    assert code == 1
+    assert max(map(len, text.splitlines())) <= 80
+    assert "of 2 copies 0 are gone, 1 damaged" in " ".join(text.split())
+    code, text = shown("inspect", key)
+    assert code == 1
+    assert "cut off" in text

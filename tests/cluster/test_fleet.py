@@ -217,20 +217,20 @@ def test_a_stopped_fleet_stays_stopped_and_clients_find_the_next(make_fleet, eng
 
 
 def test_a_client_that_comes_while_the_fleet_stops_starts_no_manager(make_fleet, monkeypatch):
-    fleet, gather, late = make_fleet(name="stopping"), kvfleet.actors.gather, []
+    fleet, collect, late = make_fleet(name="stopping"), kvfleet.actors.collect, []
 
-    def gather_and_attach(calls: list[Any], timeout_s: float) -> list[Any]:
-        answers: list[Any] = gather(calls, timeout_s)
+    def collect_and_attach(calls: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        answers: dict[str, Any] = collect(calls, timeout_s)
         try:
             late.append(ManagerCalls(fleet.config, elsewhere()).attach(10.0).problem)
         except KvFleetError as error:
             late.append(str(error))
         return answers
 
-    monkeypatch.setattr("kvfleet.actors.gather", gather_and_attach)
+    monkeypatch.setattr("kvfleet.actors.collect", collect_and_attach)
     fleet.stop()
     assert late[0] == ""  # while blocks are saved the fleet still lives
-    assert late[1] != ""
+    assert late[-1] != ""
     assert fleet_actors("stopping") == {}
 
 

@@ -14,6 +14,7 @@ import ray
 
 from kvfleet import Fleet
 from kvfleet.node.messages import Miss, Source
+from kvfleet.operating import join
 from tests.cluster.conftest import check_books
 from tests.cluster.engine_process import (
     MODEL,
@@ -214,8 +215,19 @@ def test_a_frozen_local_manager(fleet, engine, other):
         assert (answer.num_blocks, answer.outcomes[0]) == (0, Miss.DEADLINE)
         assert answer.seconds < 1.0 + GRACE_S
         assert engine.store(new, 8).dropped == 8
+        asked = engine.client.stats().calls
+        result = engine.store(new, 8)
+        assert (result.dropped, result.reason, result.published) == (8, "manager_unavailable", False)
+        assert engine.client.stats().calls == asked
     wait_for_all(engine.load, its, 8)
     wait_for(lambda: engine.store(new, 8).dropped == 0, "stores go through again")
+
+
+def test_a_fleet_of_which_half_is_frozen_is_looked_at(fleet, other):
+    name = fleet.config.name
+    with frozen(manager_process(name, here())), frozen(directory_process(name)):
+        found = join(name).status()
+    assert ([node.node_id for node in found.nodes], found.silent, found.directory) == ([elsewhere()], (here(),), None)
 
 
 def test_a_frozen_directory(fleet, engine):

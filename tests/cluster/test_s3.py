@@ -17,6 +17,7 @@ from kvfleet.errors import CorruptBlockError, TierUnavailableError
 from kvfleet.node import s3
 from kvfleet.node.messages import Namespace
 from kvfleet.node.shared import SharedTier
+from tests.conftest import wait_for
 from tests.seaweed import Seaweed, seaweed
 
 NUM_BYTES = 1 << 20
@@ -190,6 +191,19 @@ def mortal() -> Iterator[Seaweed]:
         yield server
 
 
+def restart(server: Seaweed, tier: SharedTier) -> None:
+    """Start a server again, and wait until it can read what it has: that may take longer than to answer."""
+    server.restart()
+
+    def reads() -> bool:
+        try:
+            return read(tier, 0)
+        except TierUnavailableError:
+            return False
+
+    wait_for(reads, "the first block can be read")
+
+
 def test_a_killed_server_loses_nothing_that_was_written(mortal: Seaweed, url: str):
     tier = SharedTier(url, mortal.options, timeout_s=60)
     for number in range(5):
@@ -201,7 +215,7 @@ def test_a_killed_server_loses_nothing_that_was_written(mortal: Seaweed, url: st
         write(tier, 5)
     with pytest.raises(TierUnavailableError):
         listed(tier)
-    mortal.restart()
+    restart(mortal, tier)
     assert all(read(tier, number) for number in range(5))
     assert listed(tier) == {key_of(number) for number in range(5)}
     write(tier, 5)
@@ -226,7 +240,7 @@ def test_a_server_killed_in_the_middle_of_writes_tears_no_block(mortal: Seaweed,
         thread.join(0.01)
     mortal.kill()
     thread.join()
-    mortal.restart()
+    restart(mortal, tier)
     assert len(written) >= 5
     assert all(read(tier, number) for number in written)
     read(tier, len(written))  # whole or absent

@@ -17,13 +17,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvfleet.core.directory import NodeId
 from kvfleet.errors import DeadlineExceededError, KvFleetError, TierUnavailableError
-from kvfleet.node.messages import FetchRequest, Window, WindowPart
+from kvfleet.node.messages import FetchRequest, Namespace, Window, WindowPart
 from kvfleet.node.transport import ObjectStoreTransport
 from kvfleet.node.windows import ByteBudget, Span, plan_windows, stream_share
 from tests.cluster.engine_process import spilled_bytes
 
 MIB = 1 << 20
 BLOCK_BYTES = 3 * MIB  # no multiple of a window
+NAMESPACE = Namespace(bytes(16), "{}")
 WINDOW_BYTES = 8 * MIB
 IN_FLIGHT = 2
 STREAM_BYTES = (IN_FLIGHT + 1) * WINDOW_BYTES
@@ -116,7 +117,7 @@ class Reader:
         )
 
     async def read(self, num_blocks: int, timeout_s: float, windows_max: int = 1 << 30, node: str = HOLDER) -> Answer:
-        request = FetchRequest(bytes(16 * num_blocks), 0, WINDOW_BYTES, timeout_s)
+        request = FetchRequest(NAMESPACE, bytes(16 * num_blocks), b"", 0, 0, BLOCK_BYTES, WINDOW_BYTES, timeout_s)
         self.num_bytes = num_windows = 0
         wrong: list[str] = []
         error: Exception | None = None

@@ -69,7 +69,7 @@ class Fleet:
         self._pages_open = 0
         self._directory: OldDirectory | DirectoryService = OldDirectory()
         self.publishers = [
-            Publisher(node, 1, self, config, holdings=held, on_list_shared=pytest.fail)  # type: ignore[arg-type]
+            Publisher(node, 1, self, config, holdings=held, on_reply=lambda _: None)  # type: ignore[arg-type]
             for node, held in zip(NODES, self.held, strict=True)
         ]
 
@@ -110,7 +110,10 @@ class Fleet:
 
     async def flush(self) -> bool:
         """All managers speak at once, of their blocks first and then of the shared tier; whether all were heard."""
-        heard = [await asyncio.gather(*(publisher.flush(60.0) for publisher in self.publishers)) for _ in range(2)]
+        heard = [await asyncio.gather(*(publisher.flush(60.0) for publisher in self.publishers))]
+        for publisher, held in zip(self.publishers, self.held, strict=True):
+            publisher.shared_page(b"".join(held.saved()))
+        heard.append(await asyncio.gather(*(publisher.flush(60.0) for publisher in self.publishers)))
         return all(map(all, heard))
 
     def assert_whole(self) -> None:

@@ -19,8 +19,8 @@ SPEC = model()
 BLOCK_BYTES = SPEC.layout.block_bytes
 
 
-def leave(rig, timeout_s=20.0, bytes_max=None, number=0):
-    return rig.run(rig.managers[number].leave(timeout_s, bytes_max))
+def drain(rig, timeout_s=20.0, bytes_max=None, number=0):
+    return rig.run(rig.managers[number].drain(timeout_s, bytes_max))
 
 
 def unsaved(arena_root, num_prompts, **settings):
@@ -53,7 +53,7 @@ def test_a_draining_node_takes_no_stores_and_serves_loads(arena_root):
     with unsaved(arena_root, 2) as rig:
         client, other = rig.client(SPEC), rig.client(SPEC, 1)
         assert not rig.status(0).draining
-        done = leave(rig)
+        done = drain(rig)
         assert (done.saved_blocks, done.saved_bytes, done.left_blocks, done.left_bytes) == (8, 8 * BLOCK_BYTES, 0, 0)
         assert rig.status(0).draining
         assert dropped(client, prompt(4, 7)) == (0, 4, "draining")
@@ -61,17 +61,17 @@ def test_a_draining_node_takes_no_stores_and_serves_loads(arena_root):
         assert load(other, prompt(4)).outcomes == (Source.PEER,) * 4
         store(other, prompt(3, 8))
         assert load(client, prompt(3, 8)).outcomes == (Source.PEER,) * 3
-        assert leave(rig).left_blocks == 0  # what it has loaded since, too
+        assert drain(rig).left_blocks == 0  # what it has loaded since, too
 
         rig.kill(0)
         rig.start(0)
         assert rig.status(0).draining
         assert dropped(client, prompt(4, 7)) == (0, 4, "draining")
 
-        rig.run(rig.managers[0].stay())
+        rig.run(rig.managers[0].resume())
         assert not rig.status(0).draining
         store(client, prompt(4, 7))
-        assert rig.run(rig.managers[0].drain(20)) == 0
+        assert rig.run(rig.managers[0].flush(20)) == 0
         assert all(saved(arena_root, prompt(4, 7)))
         rig.kill(0)
         rig.start(0)
@@ -81,22 +81,22 @@ def test_a_draining_node_takes_no_stores_and_serves_loads(arena_root):
 def test_the_most_valuable_blocks_are_saved_first(arena_root):
     with unsaved(arena_root, 4) as rig:
         assert load(rig.client(SPEC), prompt(4, 1)) == 64  # prompt 1 is used last, after 3 and 2 and 0
-        done = leave(rig, bytes_max=6 * BLOCK_BYTES + 1)
+        done = drain(rig, bytes_max=6 * BLOCK_BYTES + 1)
         assert (done.saved_blocks, done.left_blocks) == (6, 10)
         assert done.left_bytes == 10 * BLOCK_BYTES
         assert saved(arena_root, prompt(4, 1)) == [True] * 4
         assert saved(arena_root, prompt(4, 3)) == [True, True, False, False]
         assert not any(saved(arena_root, prompt(4, 0)) + saved(arena_root, prompt(4, 2)))
         # Nothing is written beyond the budget afterwards; a second drain goes on with a new one.
-        assert rig.run(rig.managers[0].drain(20)) == 10
-        assert leave(rig, bytes_max=4 * BLOCK_BYTES).left_blocks == 6
+        assert rig.run(rig.managers[0].flush(20)) == 10
+        assert drain(rig, bytes_max=4 * BLOCK_BYTES).left_blocks == 6
         assert saved(arena_root, prompt(4, 3)) == [True] * 4
         assert saved(arena_root, prompt(4, 2)) == [True, True, False, False]
 
 
 def test_room_is_made_without_writing_beyond_the_budget(arena_root):
     with unsaved(arena_root, 4, dram_bytes=MIB) as rig:
-        assert leave(rig, bytes_max=0).left_blocks == 16
+        assert drain(rig, bytes_max=0).left_blocks == 16
         store(rig.client(SPEC, 1), prompt(12, 9))
         assert load(rig.client(SPEC), prompt(12, 9)) == 12 * 16
         assert rig.status(0).saved_blocks == 0
@@ -112,7 +112,7 @@ def test_a_write_that_hangs_takes_the_time_and_no_more(arena_root, monkeypatch):
             return write(*args)
 
         monkeypatch.setattr(rig.part(0).shared, "write", hang)
-        done = leave(rig, timeout_s=0.3)
+        done = drain(rig, timeout_s=0.3)
         assert (done.saved_blocks, done.left_blocks) == (0, 12)
         go_on.set()
         wait_for(lambda: not rig.part(0).dram.placement.in_transfer, "the writes under way have ended")
@@ -129,7 +129,7 @@ def test_a_failed_write_is_tried_again_within_the_budget(arena_root, monkeypatch
             return write(*args)
 
         monkeypatch.setattr(rig.part(0).shared, "write", fail)
-        assert leave(rig, bytes_max=4 * BLOCK_BYTES).left_blocks == 0
+        assert drain(rig, bytes_max=4 * BLOCK_BYTES).left_blocks == 0
         assert rig.status(0).save_failures == 3
 
 
@@ -146,17 +146,17 @@ def test_blocks_that_are_being_written_are_not_given_up(arena_root):
 
         task = client.store(tokens, fill)
         assert writing.wait(20)
-        assert leave(rig).saved_blocks == 0
+        assert drain(rig).saved_blocks == 0
         go_on.set()
         assert task.wait(20).stored == len(keys)
         assert load(client, tokens) == 64
-        assert leave(rig).saved_blocks == 4
+        assert drain(rig).saved_blocks == 4
 
 
 def test_without_a_shared_tier_all_is_left(arena_root):
     with Rig(arena_root) as rig:
         store(rig.client(SPEC), prompt(5))
-        done = leave(rig)
+        done = drain(rig)
         assert (done.saved_blocks, done.left_blocks, done.left_bytes) == (0, 5, 5 * BLOCK_BYTES)
 
 
@@ -164,18 +164,42 @@ def test_drains_at_once_share_the_last_budget(arena_root):
     with unsaved(arena_root, 4) as rig:
 
         async def both():
-            return await asyncio.gather(*(rig.managers[0].leave(10.0, bytes_max) for bytes_max in (None, 0)))
+            return await asyncio.gather(*(rig.managers[0].drain(10.0, bytes_max) for bytes_max in (None, 0)))
 
         first, second = rig.run(both())
         assert second.left_blocks == first.left_blocks
         assert first.saved_blocks + first.left_blocks == 16
 
 
-@pytest.mark.parametrize("method", ["leave", "stay"])
+def test_a_node_that_goes_on_while_it_is_drained_saves_again(arena_root, monkeypatch):
+    with Rig(arena_root, shared_url=f"file://{arena_root / 'shared'}", shared_timeout_s=5.0) as rig:
+        write, go_on = rig.part(0).shared.write, threading.Event()
+
+        def hang(*args):
+            assert go_on.wait(20)
+            return write(*args)
+
+        monkeypatch.setattr(rig.part(0).shared, "write", hang)
+        store(rig.client(SPEC), prompt(4))
+        wait_for(lambda: rig.part(0).dram.placement.in_transfer, "a write is under way")
+
+        async def drained_and_not():
+            draining = asyncio.ensure_future(rig.managers[0].drain(20.0, None))
+            await asyncio.sleep(0)
+            await rig.managers[0].resume()
+            go_on.set()
+            return await draining
+
+        assert rig.run(drained_and_not()).saved_blocks == 0
+        assert rig.run(rig.managers[0].flush(20.0)) == 0
+        assert rig.status(0).saved_blocks == 4
+
+
+@pytest.mark.parametrize("method", ["drain", "resume"])
 def test_a_node_without_an_arena_cannot_be_drained(arena_root, method):
     with Rig(arena_root) as rig:
         manager = rig.managers[0]
         rig.run(manager.shutdown())
         with pytest.raises(TierUnavailableError):
-            rig.run(manager.leave(1.0, None) if method == "leave" else manager.stay())
+            rig.run(manager.drain(1.0, None) if method == "drain" else manager.resume())
         del rig.managers[0]

@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
 import pytest
@@ -23,8 +24,14 @@ from kvfleet.actors import _DirectoryLink, successor
 from kvfleet.calls import DirectoryCalls, ManagerCalls, running_config
 from kvfleet.config import FleetConfig
 from kvfleet.core.directory import NodeId
-from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, TierUnavailableError
-from kvfleet.node.messages import Attachment, FetchRequest
+from kvfleet.errors import (
+    DeadlineExceededError,
+    DirectoryAvoidedError,
+    DirectoryUnavailableError,
+    ManagerAvoidedError,
+    TierUnavailableError,
+)
+from kvfleet.node.messages import Attachment, FetchRequest, Namespace
 from kvfleet.node.transport import ObjectStoreTransport
 from kvfleet.node.windows import ByteBudget
 
@@ -95,37 +102,90 @@ def test_a_directory_that_does_not_answer_costs_the_next_lookup_nothing(monkeypa
     monkeypatch.setattr("kvfleet.calls.get_directory", lambda fleet: MagicMock())
     monkeypatch.setattr("ray.get", hang)
     directory = DirectoryCalls("default")
+    with pytest.raises(DirectoryUnavailableError) as caught:
+        directory.locate(b"", 0, 1, 0.5)
+    assert type(caught.value) is DirectoryUnavailableError
     for _ in range(100):
-        with pytest.raises(DirectoryUnavailableError):
+        with pytest.raises(DirectoryAvoidedError):
             directory.locate(b"", 0, 1, 0.5)
     assert len(asked) == 1
 
 
-def test_a_load_does_not_wait_for_a_manager_without_a_sign_of_life(monkeypatch, tmp_path):
-    (tmp_path / "node.json").touch()
-    attachment = Attachment("node", 1, str(tmp_path / "arena"), bytes(16), str(tmp_path / "clients"))
-    waits = []
+class Silence:
+    """A manager that stops after it was attached: it answers nothing, and its file is not touched."""
 
-    def nothing(streams: object, timeout: float, **_: object) -> tuple[list[Any], Any]:
-        waits.append(timeout)
-        clock[0] += timeout
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self.file = directory / "node.json"
+        self.file.touch()
+        self.clock = 1000.0
+        self.waits: list[float] = []
+        self.actor = MagicMock()
+        attachment = Attachment("node", 1, str(directory / "arena"), bytes(16), str(directory / "clients"))
+        monkeypatch.setattr("kvfleet.calls.time", MagicMock(monotonic=lambda: self.clock))
+        monkeypatch.setattr("kvfleet.calls.find_manager", lambda *args: self.actor)
+        monkeypatch.setattr("ray.get", lambda call, timeout: attachment)
+        self.manager = ManagerCalls(FleetConfig(heartbeat_s=1.0), "node")
+        self.manager.attach(1.0)
+        monkeypatch.setattr("ray.get", self._no_answer)
+        monkeypatch.setattr("ray.wait", self._nothing)
+        monkeypatch.setattr("ray.cancel", lambda stream: None)
+
+    def _nothing(self, streams: object, timeout: float, **_: object) -> tuple[list[Any], Any]:
+        self.waits.append(timeout)
+        self.clock += timeout
         return [], streams
 
-    clock = [1000.0]
-    monkeypatch.setattr("kvfleet.calls.time", MagicMock(monotonic=lambda: clock[0]))
-    monkeypatch.setattr("kvfleet.calls.find_manager", lambda *args: MagicMock())
-    monkeypatch.setattr("ray.get", lambda call, timeout: attachment)
-    monkeypatch.setattr("ray.wait", nothing)
-    monkeypatch.setattr("ray.cancel", lambda stream: None)
-    manager = ManagerCalls(FleetConfig(heartbeat_s=1.0), "node")
-    manager.attach(1.0)
+    def _no_answer(self, call: object, timeout: float) -> NoReturn:
+        self._nothing(call, timeout)
+        raise GetTimeoutError
+
+
+@pytest.mark.parametrize("reserving", [True, False])
+def test_a_store_does_not_wait_for_a_manager_without_a_sign_of_life(monkeypatch, tmp_path, reserving):
+    silence = Silence(monkeypatch, tmp_path)
+    actor, call = silence.actor, silence.manager.reserve if reserving else silence.manager.commit
+    asked = (actor.reserve if reserving else actor.commit).remote
+    heartbeats = 4 if reserving else 5  # three missed ones after that in which it was first looked for
+    with pytest.raises(DeadlineExceededError, match=rf"took longer than {heartbeats}\.000 s"):
+        call(MagicMock(), 30.0)
+    assert (len(silence.waits), asked.call_count) == (heartbeats, 1)
+    if reserving:  # nothing is sent to a manager that is known to be silent
+        with pytest.raises(ManagerAvoidedError, match="sign of life"):
+            call(MagicMock(), 30.0)
+        assert (len(silence.waits), asked.call_count) == (heartbeats, 1)
+    else:  # what was reserved is given back when it wakes
+        with pytest.raises(DeadlineExceededError):
+            call(MagicMock(), 1.0)
+        assert (len(silence.waits), asked.call_count) == (heartbeats + 1, 2)
+    monkeypatch.setattr("ray.get", lambda call, timeout: "reply")
+    os.utime(silence.file, (1, 1))
+    assert call(MagicMock(), 30.0) == "reply"
+
+
+def test_a_store_outlives_a_restart_of_its_manager(monkeypatch, tmp_path):
+    """An actor that starts again is away at once: that is no silence."""
+    silence = Silence(monkeypatch, tmp_path)
+    silence.clock += 60.0
+
+    def away(call: object, timeout: float) -> NoReturn:
+        raise ActorUnavailableError("restarting", None)
+
+    monkeypatch.setattr("ray.get", away)
+    with pytest.raises(TierUnavailableError, match="restarting") as caught:
+        silence.manager.commit(MagicMock(), 30.0)
+    assert type(caught.value) is TierUnavailableError
+
+
+def test_a_load_does_not_wait_for_a_manager_without_a_sign_of_life(monkeypatch, tmp_path):
+    silence = Silence(monkeypatch, tmp_path)
+    manager, waits = silence.manager, silence.waits
     request = MagicMock(timeout_s=30.0)
     for expected in (4, 0, 0):  # seconds: three heartbeats missed, then known
-        with pytest.raises(TierUnavailableError, match="sign of life"):
+        with pytest.raises(TierUnavailableError, match="sign of life") as caught:
             next(manager.load(request))
-        assert len(waits) == expected
+        assert (len(waits), type(caught.value) is ManagerAvoidedError) == (expected, not expected)
         waits.clear()
-    os.utime(tmp_path / "node.json", (1, 1))
+    os.utime(silence.file, (1, 1))
     with pytest.raises(TierUnavailableError, match="sign of life"):
         next(manager.load(request))
     assert len(waits) == 4
@@ -193,7 +253,7 @@ def test_a_window_that_ray_loses_on_its_way_is_a_holder_that_failed(monkeypatch,
 
     async def fetch() -> None:
         transport = ObjectStoreTransport(lambda node: MagicMock(), budget, holder_timeout_s=5.0, windows_in_flight=2)
-        request = FetchRequest(bytes(16), 0, 1 << 20, 5.0)
+        request = FetchRequest(Namespace(bytes(16), "{}"), bytes(16), b"", 0, 0, 1 << 20, 1 << 20, 5.0)
         with pytest.raises(TierUnavailableError, match=type(error).__name__):
             await anext(transport.fetch(NodeId("node"), request, 1 << 20))
 

@@ -116,7 +116,7 @@ def test_a_lost_arena_is_refilled_from_the_shared_tier(arena_root, wait_for_cond
     with Rig(arena_root, 2, shared_url=shared) as rig:
         client, other, tokens = rig.client(SPEC), rig.client(SPEC, 1), prompt(12)
         store(client, tokens)
-        assert rig.run(rig.managers[0].drain(10)) == 0
+        assert rig.run(rig.managers[0].flush(10)) == 0
         rig.kill(0)
         next(arena_root.glob("kvfleet-*/*-0*0/arena")).unlink()
         rig.dead.add(rig.node_id(0))
@@ -144,7 +144,7 @@ def test_a_prefix_larger_than_the_arena_passes_through(arena_root, where, reside
         tokens = prompt(100)
         store(rig.client(SPEC), tokens)
         if where == "shared":
-            assert rig.run(rig.managers[0].drain(10)) == 0
+            assert rig.run(rig.managers[0].flush(10)) == 0
         rig.config = dataclasses.replace(rig.config, dram_bytes=MIB)  # 16 blocks
         rig.start(1)
         if where == "shared":
@@ -226,7 +226,7 @@ def test_who_waits_for_an_abandoned_load_still_gets_its_blocks(arena_root, where
         tokens = prompt(24)
         store(rig.client(SPEC), tokens)
         if where == "shared":
-            assert rig.run(rig.managers[0].drain(10)) == 0
+            assert rig.run(rig.managers[0].flush(10)) == 0
             rig.kill(0)
         at_work, go_on = threading.Event(), threading.Event()
 

@@ -120,7 +120,7 @@ def three_nodes(arena_root, tokens, **settings) -> Rig:
     rig = Rig(arena_root, 3, **{**QUICK, "load_timeout_s": 3.0, **settings})
     for number in (0, 1):
         store(rig.client(SPEC, number), tokens)
-        rig.run(rig.managers[number].drain(10))
+        rig.run(rig.managers[number].flush(10))
     return rig
 
 
@@ -390,7 +390,7 @@ def shared_only(arena_root, tokens, num_clients=1, **settings):
     with Rig(arena_root, num_clients, shared_url=f"file://{arena_root / 'shared'}", **{**QUICK, **settings}) as rig:
         writer = rig.client(SPEC)
         store(writer, tokens)
-        assert rig.run(rig.managers[0].drain(10)) == 0
+        assert rig.run(rig.managers[0].flush(10)) == 0
         keys = split(SPEC.keys(tokens))
 
         async def drop():
@@ -432,7 +432,7 @@ def test_a_bad_object_is_a_counted_miss_and_gone_for_everyone(arena_root, kind, 
         assert not files[5].exists()
         assert load(second, tokens) == 80
         store(first, tokens)  # computed again, it comes back
-        assert rig.run(rig.managers[0].drain(10)) == 0
+        assert rig.run(rig.managers[0].flush(10)) == 0
         assert load(second, tokens) == 128
 
 
@@ -480,7 +480,7 @@ def test_a_shared_tier_that_hangs_does_not_stop_what_comes_from_peers(arena_root
     with shared_only(arena_root, tokens, 2, load_timeout_s=3.0, shared_timeout_s=3.0) as (rig, clients, _):
         other = prompt(8, 1)
         store(clients[1], other)
-        assert rig.run(rig.managers[1].drain(10)) == 0
+        assert rig.run(rig.managers[1].flush(10)) == 0
         with monkeypatch.context() as patch:
             patch.setattr(rig.part(0).shared._objects._fs, "open", lambda *args, **kwargs: go_on.wait(HANG_S))
             threads = [threading.Thread(target=load, args=(rig.client(SPEC), prompt(n))) for n in range(2, 8)]
@@ -496,7 +496,7 @@ def test_stores_go_on_while_the_shared_tier_fails(arena_root):
     with Rig(arena_root, dram_bytes=MIB, shared_url=f"file://{arena_root}/shared", **QUICK) as rig:
         client = rig.client(SPEC)
         store(client, prompt(4))
-        rig.run(rig.managers[0].drain(10))
+        rig.run(rig.managers[0].flush(10))
         root = arena_root / "shared"
         root.rename(arena_root / "gone")
         root.write_bytes(b"no directory")

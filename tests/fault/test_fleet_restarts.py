@@ -328,8 +328,8 @@ def test_a_directory_that_starts_empty_refills_itself(arena_root, wait_for_condi
         writer, tokens = rig.client(SPEC), prompt(9)
         store(writer, tokens)
         store(rig.client(SPEC, 1), prompt(5))
-        assert rig.run(rig.managers[0].drain(10)) == 0
-        assert rig.run(rig.managers[1].drain(10)) == 0
+        assert rig.run(rig.managers[0].flush(10)) == 0
+        assert rig.run(rig.managers[1].flush(10)) == 0
 
         async def drop():
             for key in split(SPEC.keys(tokens))[7:]:
@@ -353,9 +353,9 @@ def test_a_lister_that_dies_lists_again(arena_root, wait_for_condition):
     shared = f"file://{arena_root / 'shared'}"
     with Rig(arena_root, shared_url=shared) as rig:
         store(rig.client(SPEC), prompt(6))
-        assert rig.run(rig.managers[0].drain(10)) == 0
+        assert rig.run(rig.managers[0].flush(10)) == 0
     with Rig(arena_root, shared_url=shared) as rig:
-        rig.part(0).saver.works.clear()  # it is at it, and dies
+        rig.part(0).endpoint.works.clear()  # it is at it, and dies
         rig.kill(0)
         rig.start(0)
         wait_for_condition(lambda: rig.run(rig.at_directory("status")).shared_listed, "the shared tier is listed")
@@ -372,7 +372,7 @@ def test_a_manager_of_an_earlier_life_is_not_believed(arena_root):
         store(writer, prompt(3, 1))
 
         async def speak():
-            delta = Delta(zombie.home.node_id, 1, 99, removed=b"".join(zombie.dram.snapshot()))
+            delta = Delta(zombie.home.node_id, 1, 99, removed=b"".join(zombie.dram.holdings.snapshot()))
             reply = await rig.at_directory("apply", delta)
             with pytest.raises(StaleEpochError):
                 await zombie.publisher._send()

@@ -73,7 +73,7 @@ def test_a_hold_ends_after_its_time_unless_it_is_renewed(arena_root):
     with Rig(arena_root, dram_bytes=MIB) as rig:
         client, tokens = rig.client(SPEC), prompt(3)
         store(client, tokens)
-        hold = client.hold(client.lookup(tokens), 3600.0)
+        hold = client.hold(client.lookup(tokens), 30.0)
         ((_, held),) = rig.part(0).holds._holds.items()
         assert held.timer.when() <= rig.loop.time() + 30.0
         assert hold.renew(0.05) == 3

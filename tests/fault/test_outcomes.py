@@ -11,7 +11,13 @@ import pytest
 
 from kvfleet.client import Client
 from kvfleet.core.outcomes import Miss, Source
-from kvfleet.errors import DirectoryUnavailableError, TierUnavailableError
+from kvfleet.errors import (
+    DirectoryAvoidedError,
+    DirectoryUnavailableError,
+    ManagerAvoidedError,
+    TierUnavailableError,
+)
+from tests.conftest import wait_for
 from tests.rig import Rig, failing, hanging
 from tests.workload import empty, kv, load, model, prompt, store
 
@@ -129,6 +135,48 @@ def test_what_was_never_stored_is_never_stored(arena_root, wait_for_condition):
         store(client, prompt(2))
         assert load(client, prompt(5)) == 32
         assert client.stats().outcomes == {"dram": 2, "never_stored": 3}
+
+
+@pytest.mark.parametrize("reason", ["manager_unavailable", "draining"])
+def test_what_was_given_up_is_not_admitted(arena_root, wait_for_condition, reason):
+    with Rig(arena_root, 2) as rig:
+        client, other, tokens = rig.client(SPEC), rig.client(SPEC, 1), prompt(4)
+        wait_for_condition(lambda: synced(rig), "the directory has all inventories")
+        client.attach()
+        if reason == "draining":
+            rig.run(rig.managers[0].drain(1.0, None))
+        else:
+            rig.faults["0.reserve"] = failing(ManagerAvoidedError("dram", "no sign of life"))
+        result = client.store(tokens, kv(SPEC, tokens)).wait(10)
+        assert (result.stored, result.dropped, result.published, result.reason) == (0, 4, False, reason)
+        assert rig.status(0).totals.dropped_blocks == {reason: 4}
+        assert rig.calls["0.commit"] == 0
+        if reason == "manager_unavailable":
+            assert other.lookup(tokens).missing is Miss.NEVER_STORED
+            rig.faults.clear()
+            store(client, prompt(2, 1))  # with the next one, the manager hears of it
+        wait_for_condition(lambda: other.lookup(tokens).missing is Miss.NOT_ADMITTED, "everyone is told")
+        assert client.lookup(tokens).missing is Miss.NOT_ADMITTED
+
+
+def test_a_call_that_was_not_made_is_not_told_of(arena_root):
+    with Rig(arena_root, 2) as rig:
+        client, tokens = rig.client(SPEC), prompt(4)
+        rig.faults["0.attach"] = failing(TierUnavailableError("dram", "away"))
+        assert [client.lookup(tokens).calls for _ in range(2)] == [("attach", "locate"), ("locate",)]
+        rig.faults.clear()
+        wait_for(lambda: client.lookup(tokens).fault is None, "the manager is asked again")
+        store(rig.client(SPEC, 1), tokens)
+        hit = client.lookup(tokens)
+        rig.faults["directory.locate"] = failing(DirectoryAvoidedError("did not answer a moment ago"))
+        rig.faults["0.load"] = failing(ManagerAvoidedError("dram", "no sign of life"))
+        made = client.stats().calls
+        explanation = client.explain(client.load(hit, empty(SPEC, 4)))
+        assert (explanation.lookup_calls, explanation.load_calls) == (("locate",), ())
+        assert client.explain(client.lookup(tokens)).lookup_calls == ()
+        assert "lookup: " in str(explanation)
+        assert str(explanation).endswith("no remote call")
+        assert client.stats().calls == made
 
 
 def test_a_request_is_explained_from_lookup_to_load(arena_root, wait_for_condition):

@@ -242,7 +242,7 @@ def test_a_shared_tier_that_hangs_is_left_alone(arena_root, monkeypatch):
         client, prompts = rig.client(SPEC), [prompt(2, number) for number in range(4)]
         for tokens in prompts:
             store(client, tokens)
-        assert rig.run(rig.managers[0].drain(10)) == 0
+        assert rig.run(rig.managers[0].flush(10)) == 0
         dram, go_on, opened = rig.part(0).dram, threading.Event(), []
 
         async def drop():
@@ -277,7 +277,7 @@ def test_the_deadline_travels_as_what_is_left_of_it(arena_root):
         tokens = prompt(4)
         for number in (0, 1):
             store(rig.client(SPEC, number), tokens)
-        assert rig.run(rig.managers[0].drain(10)) == 0
+        assert rig.run(rig.managers[0].flush(10)) == 0
         seconds: dict[str, float] = {}
         first = first_asked(rig)
 
@@ -333,7 +333,7 @@ def test_a_client_that_stops_copying_stops_nobody_else(arena_root, where):
         for tokens in prompts:
             store(rig.client(SPEC), tokens)
         if where == "shared":
-            assert rig.run(rig.managers[0].drain(10)) == 0
+            assert rig.run(rig.managers[0].flush(10)) == 0
         rig.config = dataclasses.replace(rig.config, dram_bytes=MIB)  # 16 blocks
         rig.start(1)
         if where == "shared":

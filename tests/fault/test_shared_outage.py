@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from kvfleet.config import MIB
 from kvfleet.core.directory import Run
 from kvfleet.errors import TierUnavailableError
-from kvfleet.node.messages import FetchRequest, Miss, Source
+from kvfleet.node.messages import Miss, Source
 from kvfleet.node.shared import SharedTier
 from tests.conftest import wait_for
 from tests.rig import Rig
-from tests.workload import empty, model, prompt, store
+from tests.workload import empty, fetch_request, model, prompt, store
 
 BLOCK = model(256)
 ARENA_BLOCKS = 8 * MIB // BLOCK.layout.block_bytes
@@ -75,9 +76,9 @@ def test_an_outage_gives_up_nothing_that_is_still_here(arena_root, tmp_path, wri
 
         wait_for(lambda: rig.status(0).save_failures >= 6, "writes have failed")
         assert rig.status(0).unsaved_blocks == 6
-        assert rig.run(rig.managers[0].drain(0.2)) == 6
+        assert rig.run(rig.managers[0].flush(0.2)) == 6
         writes.now("work")
-        assert rig.run(rig.managers[0].drain(20.0)) == 0
+        assert rig.run(rig.managers[0].flush(20.0)) == 0
         assert rig.status(0).saved_blocks == 6
 
 
@@ -104,7 +105,7 @@ def test_readers_that_never_take_a_window_keep_their_share(arena_root):
         client = rig.client(BLOCK)
         store(client, prompt(2))
         server = rig.part(0).server
-        request = FetchRequest(BLOCK.keys(prompt(2)), 0, 32 * MIB, 5.0)
+        request = replace(fetch_request(BLOCK, prompt(2), 5.0), window_bytes_max=32 * MIB)
 
         async def read() -> tuple[list[int], int]:
             taken, windows = [], server.fetch(request)

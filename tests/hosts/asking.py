@@ -11,7 +11,8 @@ import ray
 from kvfleet.core.block import split
 from kvfleet.fleet import FleetStatus
 from tests.cluster.engine_process import Engine, fleet_actors
-from tests.hosts.worker import BLOCK_TOKENS, MODEL, content, tokens
+from tests.hosts.worker import BLOCK_TOKENS, MODEL, tokens
+from tests.workload import content
 
 __all__ = [
     "StoreUse",
@@ -85,7 +86,7 @@ def put(engine: Engine, number: int, num_blocks: int) -> None:
     keys = split(MODEL.keys(prompt))
 
     def fill(index: int, view: np.ndarray) -> None:
-        view[:] = content(keys[index])
+        view[:] = content(keys[index], view.nbytes)
 
     result = client.store(prompt, fill).wait(60.0)
     client.close()
@@ -100,7 +101,7 @@ def bring(engine: Engine, number: int, num_blocks: int) -> dict[str, int]:
     right: dict[int, bool] = {}
 
     def take(index: int, view: np.ndarray) -> None:
-        right[index] = bool((view == content(keys[index])).all())
+        right[index] = bool((view == content(keys[index], view.nbytes)).all())
 
     loaded = client.load(client.lookup(prompt), take)
     client.close()

@@ -32,6 +32,7 @@ import kvfleet
 from kvfleet import BlockLayout, Client, ModelSpec
 from kvfleet.core.block import split
 from kvfleet.errors import DeadlineExceededError, KvFleetError
+from tests.workload import content
 
 __all__ = ["BLOCK_BYTES", "GRACE_S", "LOAD_TIMEOUT_S", "LOOKUP_TIMEOUT_S", "MODEL", "POPULAR", "Record", "records"]
 
@@ -76,13 +77,6 @@ def conversation(number: int, at_s: float) -> npt.NDArray[np.uint32]:
     turns = 1 + int(age_s / TURN_S)
     own = POPULAR + (int(generation) * CONVERSATIONS + number) % 900_000
     return np.concatenate([popular(number % POPULAR), tokens(own, turns * TURN_BLOCKS)])
-
-
-def content(key: bytes) -> npt.NDArray[np.uint8]:
-    """The bytes of a block, no two words of any blocks alike."""
-    words = np.arange(BLOCK_BYTES // 8, dtype=np.uint64) + np.frombuffer(key, np.uint64)[0]
-    block: npt.NDArray[np.uint8] = words.view(np.uint8)
-    return block
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,7 @@ class Worker:
         right: dict[int, bool] = {}  # by index: one that went during its copy is taken again from elsewhere
 
         def take(index: int, view: npt.NDArray[np.uint8]) -> None:
-            right[index] = bool((view == content(keys[index])).all())
+            right[index] = bool((view == content(keys[index], view.nbytes)).all())
 
         with self._journal.operation("load", number, LOAD_TIMEOUT_S + GRACE_S) as facts:
             tokens_loaded = self._client.load(hit, take, LOAD_TIMEOUT_S)
@@ -225,7 +219,7 @@ class Worker:
         keys = split(MODEL.keys(prompt))
 
         def put(index: int, view: npt.NDArray[np.uint8]) -> None:
-            view[:] = content(keys[index])
+            view[:] = content(keys[index], view.nbytes)
 
         limit_s = self._store_timeout_s + GIVE_BACK_S + GRACE_S
         with self._journal.operation("store", number, limit_s) as facts:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvfleet.config import MIB
 from kvfleet.core.block import BlockKey
-from kvfleet.core.placement import NewBlock, Placement, Restored, Transfer
+from kvfleet.core.placement import LowerTier, NewBlock, Placement, Restored, Transfer
 from kvfleet.core.policies.lru import LeafFirstLRU
 from kvfleet.core.slabs import SlabMap
 
 NUM_UNITS = 24
 NUM_SLOTS = 40
+TIERS: list[LowerTier] = ["nvme", "shared"]
 RecordId = tuple[BlockKey, int]
 
 
@@ -28,8 +29,8 @@ class Held:
 
     slot: int
     committed: bool = False
-    saved: bool = False
-    given_up: bool = False
+    saved: set[LowerTier] = field(default_factory=set)
+    given_up: set[LowerTier] = field(default_factory=set)
 
 
 def key_of(chain: int, index: int) -> BlockKey:
@@ -56,14 +57,18 @@ class PlacementMachine(RuleBasedStateMachine):
         self.holds: dict[BlockKey, int] = {}
         self.transfers: list[Transfer] = []
 
-    @initialize(lower_tier=st.booleans())
-    def start(self, lower_tier: bool) -> None:
-        self.lower_tier = lower_tier
+    @initialize(lower=st.permutations(TIERS), number=st.integers(0, 2))
+    def start(self, lower: list[LowerTier], number: int) -> None:
+        self.lower = lower[:number]
+        self.uses_needed: dict[LowerTier, int] = dict.fromkeys(TIERS, 0)
         self.make()
 
     def make(self) -> None:
         self.slabs = SlabMap(NUM_UNITS * MIB, MIB, NUM_SLOTS, self.table.__setitem__)
-        self.placement = Placement(self.slabs, LeafFirstLRU, lower_tier=self.lower_tier)
+        self.placement = Placement(self.slabs, LeafFirstLRU, lower={tier: self.gate(tier) for tier in self.lower})
+
+    def gate(self, tier: LowerTier) -> Callable[[int, int], bool]:
+        return lambda _, uses: uses >= self.uses_needed[tier]
 
     # --- what callers do
 
@@ -85,6 +90,10 @@ class PlacementMachine(RuleBasedStateMachine):
         self.check_evictions([(gone.key, gone.shard, gone.slot) for gone in admission.evicted], keys)
         for transfer in admission.transfers:
             self.check_transfer(transfer, "demote")
+            held = self.model[transfer.key, transfer.shard]
+            assert not held.saved
+            skipped = self.lower[: self.lower.index(transfer.tier)]
+            assert all(tier in held.given_up or self.uses_needed[tier] for tier in skipped), "the first that takes it"
         for grant in admission.grants:
             self.model[keys[grant.index], shard] = Held(grant.slot)
 
@@ -103,7 +112,8 @@ class PlacementMachine(RuleBasedStateMachine):
             held = self.model.pop((key, shard))
             assert held.slot == slot
             assert held.committed
-            assert held.saved or held.given_up or not self.lower_tier, "in neither tier"
+            taking = [tier for tier in self.lower if tier not in held.given_up and not self.uses_needed[tier]]
+            assert held.saved or not taking, "in no tier, though one would take it"
             assert key not in self.holds
             assert key not in asked
             assert not any((t.key, t.shard) == (key, shard) for t in self.live_transfers())
@@ -118,7 +128,8 @@ class PlacementMachine(RuleBasedStateMachine):
         assert transfer.kind == kind
         assert (transfer.slot, transfer.num_bytes) == (held.slot, num_bytes_of(transfer.key))
         assert held.committed
-        assert not held.saved
+        assert transfer.tier not in held.saved
+        assert transfer.tier not in {t.tier for t in self.transfers if t.slot == transfer.slot}
         self.transfers.append(transfer)
 
     def live_transfers(self) -> Iterator[Transfer]:
@@ -183,33 +194,59 @@ class PlacementMachine(RuleBasedStateMachine):
         if not self.holds[key]:
             del self.holds[key]
 
-    # --- the tier below
+    # --- the tiers below
 
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def news_from_below(self, data: Any) -> None:
+    @precondition(lambda self: self.model and self.lower)
+    @rule(data=st.data(), lost=st.booleans(), again=st.booleans())
+    def news_from_below(self, data: Any, lost: bool, again: bool) -> None:
         key, shard = self.pick(data)
-        self.placement.saved(key, shard)
-        self.model[key, shard].saved = True
+        tier = data.draw(st.sampled_from(self.lower))
+        if lost:
+            self.placement.lost(key, shard, tier, again=again)
+            self.model[key, shard].saved.discard(tier)
+        else:
+            self.placement.saved(key, shard, tier)
+            self.model[key, shard].saved.add(tier)
 
-    @rule(max_bytes=st.integers(1, 12 * MIB))
-    def save(self, max_bytes: int) -> None:
-        transfers = self.placement.next_saves(max_bytes)
+    @rule(tier=st.sampled_from(TIERS), uses=st.sampled_from([0, 0, 1, 1 << 30]))
+    def a_gate_changes(self, tier: LowerTier, uses: int) -> None:
+        self.uses_needed[tier] = uses
+
+    @rule(tier=st.sampled_from(TIERS), max_bytes=st.integers(1, 12 * MIB))
+    def save(self, tier: LowerTier, max_bytes: int) -> None:
+        transfers = self.placement.next_saves(tier, max_bytes)
         assert sum(t.num_bytes for t in transfers[1:]) < max_bytes
-        assert self.lower_tier or not transfers
+        assert tier in self.lower or not transfers
         for transfer in transfers:
+            assert transfer.tier == tier
             self.check_transfer(transfer, "save")
 
+    @precondition(lambda self: self.lower)
+    @rule(data=st.data())
+    def save_all(self, data: Any) -> None:
+        tier = data.draw(st.sampled_from(self.lower))
+        self.placement.requeue(tier)
+        busy = {(t.key, t.shard) for t in self.transfers if t.tier == tier}
+        missing = {r for r, held in self.model.items() if held.committed and tier not in held.saved and r not in busy}
+        assert self.placement.num_unsaved(tier) == len(missing) + self.placement.num_in_transfer(tier)
+        if not self.uses_needed[tier]:
+            transfers = self.placement.next_saves(tier, 1 << 40)
+            assert {(t.key, t.shard) for t in transfers} == missing
+            for transfer in transfers:
+                self.check_transfer(transfer, "save")
+
     @precondition(lambda self: self.transfers)
-    @rule(data=st.data(), ok=st.booleans(), many=st.booleans())
-    def complete(self, data: Any, ok: bool, many: bool) -> None:
+    @rule(data=st.data(), ok=st.booleans(), many=st.booleans(), again=st.booleans())
+    def complete(self, data: Any, ok: bool, many: bool, again: bool) -> None:
         done = list(self.transfers) if many else [data.draw(st.sampled_from(self.transfers))]
         for transfer in done:
             self.transfers.remove(transfer)
-            self.placement.complete(transfer, ok=ok)
+            self.placement.complete(transfer, ok=ok, again=again)
             held = self.model[transfer.key, transfer.shard]
-            held.given_up = held.given_up or (not ok and transfer.kind == "demote" and not held.saved)
-            held.saved = held.saved or ok
+            if ok:
+                held.saved.add(transfer.tier)
+            elif transfer.kind == "demote" and transfer.tier not in held.saved:
+                held.given_up.add(transfer.tier)
 
     # --- restart
 
@@ -237,7 +274,7 @@ class PlacementMachine(RuleBasedStateMachine):
         assert {held.slot: self.slabs.offset(held.slot) for held in self.model.values()} == live
         self.holds, self.transfers = {}, []
         for held in self.model.values():
-            held.saved = held.given_up = False
+            held.saved, held.given_up = set(), set()
 
     # --- what always holds
 
@@ -250,6 +287,10 @@ class PlacementMachine(RuleBasedStateMachine):
         for (key, shard), held in self.model.items():
             assert self.placement.resident(key, shard) == (held.slot if held.committed else None)
             assert self.placement.pending(key, shard) is not held.committed
+        for tier in TIERS:
+            assert self.placement.num_in_transfer(tier) == sum(t.tier == tier for t in self.transfers)
+            missing = sum(held.committed and tier not in held.saved for held in self.model.values())
+            assert self.placement.unsaved(tier)[0] == missing
         committed = {(key, shard, held.slot) for (key, shard), held in self.model.items() if held.committed}
         assert {(record.key, record.shard, record.slot) for record in self.placement.records()} == committed
 

@@ -11,13 +11,20 @@ from typing_extensions import override
 
 from kvfleet import calls
 from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.breaker import ProbedBreaker
 from kvfleet.core.directory import Directory
+from kvfleet.core.placement import Placement
+from kvfleet.core.postponed import Postponed
 from kvfleet.errors import TierError
 from kvfleet.node import landing, loading, publishing, records, serving
 from kvfleet.node.arenadir import FileLock
+from kvfleet.node.catalog import CatalogKeeper
 from kvfleet.node.dram import DramTier
+from kvfleet.node.holdings import Holdings
+from kvfleet.node.mirror import Mirror
 from kvfleet.node.saving import Saver
 from kvfleet.node.shared import SharedTier
+from kvfleet.node.spilling import Spiller
 
 __all__ = ["PLANTED", "Planted"]
 
@@ -100,16 +107,16 @@ def blocks_are_sent_without_a_hold_and_taken_without_a_checksum(patch):
 
     patch.setattr(landing, "_Filling", Credulous)
     patch.setattr(serving._Stream, "_release", lambda self, indexes: [self._held.pop(index) for index in indexes])
-    part = serving._Stream._part
+    hold = serving._Stream._hold
 
-    def unheld(self, index, start, stop):
-        hold, self._dram.hold = self._dram.hold, lambda key: None
+    def unheld(self, index):
+        really, self._dram.hold = self._dram.hold, lambda key: None
         try:
-            return part(self, index, start, stop)
+            return hold(self, index)
         finally:
-            self._dram.hold = hold
+            self._dram.hold = really
 
-    patch.setattr(serving._Stream, "_part", unheld)
+    patch.setattr(serving._Stream, "_hold", unheld)
 
 
 @bug
@@ -154,6 +161,8 @@ def changes_are_lost_with_a_call_and_nobody_counts(patch):
     next_delta, send, take_in = publishing.Publisher._next_delta, publishing.Publisher._send, Directory.apply
 
     async def careless(self):
+        if self._unacked is not None:
+            self._outbox.lost()
         self._unacked = None
         await send(self)
 
@@ -199,6 +208,86 @@ def a_save_counts_before_it_is_done(patch):
     patch.setattr(SharedTier, "write", optimistic)
 
 
+# --- drives
+
+
+@bug
+def a_copy_that_a_drive_lost_is_counted_on(patch):
+    patch.setattr(Placement, "lost", lambda self, key, shard, tier, *, again: None)
+
+
+@bug
+def a_spill_counts_before_it_is_done(patch):
+    async def optimistic(self, transfer):
+        return True
+
+    patch.setattr(Spiller, "_write", optimistic)
+
+
+@bug
+def a_block_that_leaves_one_tier_of_a_node_is_said_to_leave_the_node(patch):
+    changed = Holdings.changed
+
+    def hasty(self, key, shard, *, present, tier):
+        tiers = self._tiers
+        try:
+            self._tiers = tiers if present else []
+            changed(self, key, shard, present=present, tier=tier)
+        finally:
+            self._tiers = tiers
+
+    patch.setattr(Holdings, "changed", hasty)
+
+
+@bug
+def a_block_stays_in_the_table_of_the_drives(patch):
+    note = Mirror.note
+
+    def forgetful(self, stored, present):
+        note(self, stored, present)
+        if not present:
+            note(self, stored, True)
+
+    patch.setattr(Mirror, "note", forgetful)
+
+
+# --- the catalog of the shared tier
+
+
+@bug
+def what_is_too_much_stays(patch):
+    async def idle(self, book):
+        pass
+
+    patch.setattr(CatalogKeeper, "_trim", idle)
+
+
+@bug
+def a_new_directory_is_not_told_what_the_shared_tier_has(patch):
+    async def silent(self, book):
+        await self._link.listed(self._node, book.life, 1.0)
+        book.told = True
+
+    patch.setattr(CatalogKeeper, "_tell", silent)
+
+
+@bug
+def what_is_stored_again_while_it_is_deleted_is_believed_to_be_there(patch):
+    patch.setattr(CatalogKeeper, "_is_there", lambda self, row: True)
+
+
+@bug
+def what_is_said_of_objects_is_forgotten_before_it_is_written_down(patch):
+    collect = CatalogKeeper._collect
+
+    async def hasty(self, book):
+        kept = await collect(self, book)
+        book.written = book.position
+        return kept
+
+    patch.setattr(CatalogKeeper, "_collect", hasty)
+
+
 # --- what is left over
 
 
@@ -221,7 +310,7 @@ def a_load_that_dies_leaves_its_flights(patch):
         loop = asyncio.get_running_loop()
         flights = {(key, self._request.shard): loop.create_future() for key in self._keys[run.start : run.stop]}
         self._loader.flights.update(flights)
-        miss = await self._from_any(run)
+        miss = await self._tries.bring(run)
         for record, flight in flights.items():
             if not flight.done():
                 del self._loader.flights[record]
@@ -235,11 +324,29 @@ def a_load_that_dies_leaves_its_flights(patch):
 def a_transfer_is_not_completed_when_its_write_fails(patch):
     complete = Saver._complete
 
-    def forgetful(self, transfer, *, ok):
+    def forgetful(self, transfer, *, ok, again=True):
         if ok:
             complete(self, transfer, ok=ok)
 
     patch.setattr(Saver, "_complete", forgetful)
+
+
+@bug
+def a_block_whose_write_failed_is_not_tried_again(patch):
+    patch.setattr(Postponed, "take_due", lambda self, now: [])
+    patch.setattr(Saver, "_retry_all", lambda self: None)
+
+
+@bug
+def a_shared_tier_that_is_back_is_left_alone(patch):
+    answered = ProbedBreaker.answered
+
+    def stay_open(self, now):
+        was_open = self.is_open
+        answered(self, now)
+        self._open = was_open
+
+    patch.setattr(ProbedBreaker, "answered", stay_open)
 
 
 # --- time

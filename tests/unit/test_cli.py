@@ -16,13 +16,26 @@ from typer.testing import CliRunner
 from kvfleet.cli import explain
 from kvfleet.cli.console import parse_bytes, plain_errors, show_bytes
 from kvfleet.cli.main import app
-from kvfleet.cli.status import as_dict, directory_line, misses_table, nodes_table, notes, requests_table, show_nodes
+from kvfleet.cli.status import (
+    as_dict,
+    catalog_lines,
+    directory_line,
+    drives_table,
+    misses_table,
+    nodes_table,
+    notes,
+    requests_table,
+    show_nodes,
+)
+from kvfleet.config import DriveConfig, FleetConfig
 from kvfleet.core.directory import DirectoryStats, NodeId, NodeStats
 from kvfleet.core.outcomes import Miss
 from kvfleet.core.totals import Totals
 from kvfleet.errors import ConfigError
 from kvfleet.fleet import FleetStatus
+from kvfleet.node.catalogstatus import CatalogStatus
 from kvfleet.node.directory import DirectoryStatus
+from kvfleet.node.drivestatus import DriveStatus
 from kvfleet.node.status import NodeStatus
 from kvfleet.node.tallies import Request
 
@@ -30,7 +43,7 @@ from kvfleet.node.tallies import Request
 def test_help_names_the_subcommands():
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for name in ("up", "down", "status", "explain", "drain", "demo", "bench"):
+    for name in ("up", "down", "status", "explain", "drain", "inspect", "doctor", "demo", "bench"):
         assert f" {name} " in result.output
 
 
@@ -59,7 +72,8 @@ def test_sizes_are_shown(num_bytes, text):
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (ConfigError("name", "no fleet 'x' is running here"), "kvfleet: name: no fleet 'x' is running here\n"),
+        (ConfigError("", "no fleet 'x' is running here"), "kvfleet: no fleet 'x' is running here\n"),
+        (ConfigError("dram_bytes", "too much"), "kvfleet: dram_bytes: too much\n"),
         (ConnectionError("ray's own text"), "kvfleet: no Ray cluster lets us in: ray's own text. Start one with"),
     ],
 )
@@ -86,6 +100,11 @@ ODD = replace(
 )  # fmt: skip
 ILL = NodeStatus("dddddddddddd", 0, "too little memory")
 FLEET = FleetStatus("default", (WELL, ODD, ILL), ("eeeeeeeeeeee",), None)
+DRIVE = DriveStatus(
+    "/mnt/nvme0", works=True, problem="", capacity_bytes=3 << 40, used_bytes=1 << 40, blocks=1_234_567,
+    day_bytes=7 << 40, today_bytes=7 << 38, total_bytes=40 << 40, life_days=3650.0,
+)  # fmt: skip
+GONE = DriveStatus("[/mnt/nvme1]", works=False, problem="EIO", slow=True, direct=False, life_days=float("inf"))
 
 
 def shown(what: Any, width: int) -> dict[str, list[str]]:
@@ -108,22 +127,68 @@ def test_status_shows_every_node(width):
     assert rows["eeeeeeee"] == ["?"] * 7
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_shows_the_drives(width):
+    found = replace(FLEET, nodes=(replace(WELL, drives=(DRIVE,)), replace(ODD, drives=(GONE,)), ILL))
+    rows = shown(drives_table(found), width)
+    assert rows["node"] == ["size", "fill", "blocks", "today", "of", "budget", "lasts", "directory"]
+    assert " ".join(rows["aaaaaaaa"]) == "3.0 TiB 33.3% 1,234,567 1.8 TiB 25.0% 10 years /mnt/nvme0"
+    assert " ".join(rows["bbbbbbbb"]) == "0 B - 0 0 B - - [/mnt/nvme1]"
+    assert next(notes(found)) == (
+        "bbbbbbbb: draining: it takes no stores; shared tier: timed out; [/mnt/nvme1]: EIO; [/mnt/nvme1]: much slower "
+        "than the others, not written; [/mnt/nvme1]: no direct I/O there; does not ask cccccccc, shared: no answer; "
+        "slot 7 is nobody's"
+    )
+    console = Console(width=width)
+    with console.capture() as capture:
+        show_nodes(console, found)
+    assert "/mnt/nvme0" in capture.get()
+    assert [node["drives"][0]["life_days"] for node in as_dict(found)["nodes"][:2]] == [3650.0, None]
+
+
+@pytest.mark.parametrize(("days", "text"), [(30.4, "30 days"), (364, "364 days"), (730, "2 years"), (1e9, "-")])
+def test_how_long_a_drive_lasts_is_shown(days, text):
+    lasting = replace(WELL, drives=(replace(DRIVE, life_days=days),))
+    assert f" {text} " in " ".join(shown(drives_table(replace(FLEET, nodes=(lasting,))), 120)["aaaaaaaa"])
+
+
+def test_drives_are_given_to_the_fleet(monkeypatch):
+    seen = []
+
+    def start(config: FleetConfig, *, address: str) -> Any:
+        seen.append(config)
+        raise ConfigError("name", "seen")
+
+    monkeypatch.setattr("kvfleet.start", start)
+    options = "--nvme /mnt/0 --nvme /mnt/1 --nvme-bytes 2TiB --nvme-dwpd 3 --nvme-codec zstd --shared s3://b"
+    more = "--shared-codec zstd:3 --shared-bytes 1GiB"
+    assert CliRunner().invoke(app, ["up", *options.split(), *more.split()]).exit_code == 1
+    assert CliRunner().invoke(app, ["up"]).exit_code == 1
+    drives = tuple(DriveConfig(directory=path, max_bytes=2 << 40, dwpd=3) for path in ("/mnt/0", "/mnt/1"))
+    assert seen == [
+        FleetConfig(
+            nvme=drives, nvme_codec="zstd", shared_url="s3://b", shared_codec="zstd:3", shared_bytes_max=1 << 30
+        ),
+        FleetConfig(),
+    ]
+
+
 def test_status_says_what_is_not_as_usual():
     assert list(notes(FLEET)) == [
         "bbbbbbbb: draining: it takes no stores; shared tier: timed out; does not ask cccccccc, shared: no answer; "
         "slot 7 is nobody's",
         "dddddddd: too little memory",
-        "eeeeeeee: its manager did not answer",
+        "eeeeeeee: no answer from its manager; engines there read what its memory holds, and store nothing",
     ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_status_shows_what_was_asked_for(width):
     rows = shown(requests_table(FLEET), width)
-    assert rows["node"] == ["lookups", "asked", "hit", "dram", "peer", "shared", "unclaimed", "loaded"]
-    assert rows["aaaaaaaa"] == ["12", "1,000", "60.0%", "40.0%", "20.0%", "0.0%", "99", "3.0", "GiB"]
-    assert rows["dddddddd"] == ["0", "0", "-", "-", "-", "-", "0", "0", "B"]
-    assert rows["all"] == ["24", "2,000", "60.0%", "40.0%", "20.0%", "0.0%", "198", "6.0", "GiB"]
+    assert rows["node"] == ["lookups", "asked", "hit", "dram", "nvme", "peer", "shared", "unclaimed", "loaded"]
+    assert rows["aaaaaaaa"] == ["12", "1,000", "60.0%", "40.0%", "0.0%", "20.0%", "0.0%", "99", "3.0", "GiB"]
+    assert rows["dddddddd"] == ["0", "0", "-", "-", "-", "-", "-", "0", "0", "B"]
+    assert rows["all"] == ["24", "2,000", "60.0%", "40.0%", "0.0%", "20.0%", "0.0%", "198", "6.0", "GiB"]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -140,16 +205,28 @@ def test_status_tells_of_the_directory():
     found = FleetStatus("default", (), (), DirectoryStatus(stats, shared_listed=False, lookups=1))
     size = show_bytes(stats.memory_bytes)
     assert directory_line(found) == (
-        f"directory: 12,345 of at most 20,000 records of 1 nodes in {size}; 7 in the shared tier; "
+        f"directory: 12,345 of at most 20,000 records of 1 node in {size}; 7 in the shared tier; "
         "the shared tier is being listed"
     )
     full = replace(found, directory=DirectoryStatus(replace(stats, refused=9), shared_listed=True, lookups=1))
     assert directory_line(full) == (
-        f"directory: 12,345 of at most 20,000 records of 1 nodes in {size}, 9 refused; 7 in the shared tier"
+        f"directory: 12,345 of at most 20,000 records of 1 node in {size}, 9 refused; 7 in the shared tier"
     )
     everything = json.loads(json.dumps(as_dict(full)))
     assert everything["directory"]["stats"]["memory_bytes"] == stats.memory_bytes
-    assert "did not answer" in directory_line(FleetStatus("default", (), (), None))
+    assert "no answer" in directory_line(FleetStatus("default", (), (), None))
+
+
+def test_status_tells_of_the_shared_tier():
+    node = NodeStatus("ab" * 16, 1, "", catalog=CatalogStatus(1234, 5 << 30, 10 << 30, 0, 7, 0, False, ""))
+    found = FleetStatus("default", (node,), (), None)
+    assert list(catalog_lines(found)) == [
+        "shared tier: 1,234 objects in 5.0 GiB of at most 10.0 GiB; abababab keeps the catalog"
+    ]
+    node = replace(node, catalog=CatalogStatus(1, 512, None, 3, 0, 2, True, "no answer"))
+    assert list(catalog_lines(replace(found, nodes=(node,)))) == [
+        "shared tier: 1 object in 512 B, 3 more are not known; abababab keeps the catalog; no answer"
+    ]
 
 
 def test_json_has_everything():
@@ -215,7 +292,7 @@ def test_labels_are_shown_as_they_are(label, monkeypatch, capsys):
     assert label in printed(explain.requests_table(labelled), 130)
     assert label in printed(explain.request_table(*labelled[0]), 130)
     fleet = SimpleNamespace(requests=lambda request, limit: [])
-    monkeypatch.setattr("kvfleet.connect", lambda name, address: fleet)
+    monkeypatch.setattr("kvfleet.operating.join", lambda name, address: fleet)
     explain.explain(label)
     assert f"begins with {label!r} is remembered" in " ".join(capsys.readouterr().out.split())
 

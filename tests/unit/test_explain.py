@@ -78,6 +78,15 @@ def test_a_request_that_found_all_of_it_here_took_no_call():
     ]
 
 
+def test_drives_are_named():
+    hit = PrefixHit(32, 2, 2, bytes(2 * KEY_BYTES), (HitRun(0, 2, local=False, nvme=True),), lookup_s=0.00005)
+    answer = Loaded.of([Source.NVME] * 2, LAYOUT)
+    answer.hit = hit
+    assert str(explain(answer, LAYOUT)).splitlines()[1] == (
+        "  blocks 0-1, 32 tokens: on this node's drives; came from this node's drives, 128.0 KiB"
+    )
+
+
 def test_many_holders_are_not_all_named():
     hit = PrefixHit(16, 1, 1, bytes(KEY_BYTES), (HitRun(0, 1, local=False, nodes=NODES),))
     assert explain(hit, LAYOUT).parts[0].said == "on nodes aaaaaaaa, bbbbbbbb, cccccccc, dddddddd, ..."

@@ -40,6 +40,7 @@ MAY_IMPORT_RAY = {
     "kvfleet.actors",
     "kvfleet.calls",
     "kvfleet.fleet",
+    "kvfleet.operating",
     "kvfleet.metrics",  # only where metrics are published
     "kvfleet.node.transport",
     # Ray Serve LLM.

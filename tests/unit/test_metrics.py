@@ -14,11 +14,19 @@ from kvfleet.core.outcomes import Miss, Source
 from kvfleet.core.totals import NAMES, Totals
 from kvfleet.metrics import METRICS, Meter, RaySink, Sink, directory_values, node_values
 from kvfleet.node.directory import DirectoryStatus
+from kvfleet.node.drivestatus import DriveCounts, DriveStatus
 from kvfleet.node.status import NodeStatus
 
 LABELS = {"fleet": "f", "node": "n"}
 TOTALS = Totals.of(range(1, len(NAMES) + 1))
-STATUS = NodeStatus("n", 1, "", capacity_bytes=100, used_bytes=40, blocks=4, evicted_blocks=3, totals=TOTALS)
+DRIVE = DriveStatus(
+    "/d", works=True, problem="", capacity_bytes=9, used_bytes=5, blocks=2, day_bytes=4, today_bytes=1, total_bytes=6,
+    life_days=8.0, counts=DriveCounts(evicted_blocks=3, corrupt_blocks=1),
+)  # fmt: skip
+STATUS = NodeStatus(
+    "n", 1, "", capacity_bytes=100, used_bytes=40, blocks=4, evicted_blocks=3, totals=TOTALS, drives=(DRIVE,),
+    shared_counts={"read": 3, "corrupt": 1, "write_outages": 2},
+)  # fmt: skip
 DIRECTORY = DirectoryStatus(
     DirectoryStats((NodeStats(NodeId("n"), 1, 1, 1, True),), rows=7, shared=0, refused=2, capacity=10, departed=1),
     shared_listed=True,
@@ -61,6 +69,34 @@ def test_a_node_tells_of_its_blocks():
     assert values["kvfleet_avoided_holders", ""] == 2
 
 
+def test_a_node_tells_what_requests_to_the_shared_tier_met():
+    values = node_values(STATUS)
+    told = {name: value for name, value in values.items() if "_shared_" in name[0] or "corrupt" in name[0]}
+    del told["kvfleet_corrupt_blocks_total", "nvme"]
+    assert told == {
+        ("kvfleet_corrupt_blocks_total", "shared"): 1,
+        ("kvfleet_shared_requests_total", "read"): 3,
+        ("kvfleet_shared_requests_total", "corrupt"): 1,
+        ("kvfleet_shared_outages_total", "write"): 2,
+    }
+
+
+def test_a_node_tells_of_its_drives():
+    gone = DriveStatus("/e", works=False, problem="EIO", life_days=float("inf"))
+    values = node_values(replace(STATUS, drives=(DRIVE, replace(DRIVE, directory="/f"), gone)))
+    names = ("used_bytes", "capacity_bytes", "resident_blocks", "evicted_blocks_total", "corrupt_blocks_total")
+    assert [values[f"kvfleet_{name}", "nvme"] for name in names] == [10, 18, 4, 6, 2]
+    assert {key: n for key, n in values.items() if key[1].startswith("/") and key[1] != "/f"} == {
+        ("kvfleet_drive_failed", "/d"): 0,
+        ("kvfleet_drive_budget_ratio", "/d"): 0.25,
+        ("kvfleet_drive_life_days", "/d"): 8.0,
+        ("kvfleet_drive_written_bytes_total", "/d"): 6,
+        ("kvfleet_drive_failed", "/e"): 1,
+        ("kvfleet_drive_written_bytes_total", "/e"): 0,
+    }
+    assert ("kvfleet_used_bytes", "nvme") not in node_values(replace(STATUS, drives=()))
+
+
 def test_increments_add_up_to_totals():
     sink = Recorder()
     meter = Meter(sink, LABELS)
@@ -100,7 +136,20 @@ def test_names_are_formed_by_rule():
     assert told == METRICS.keys()
     for name, metric in METRICS.items():
         assert re.fullmatch(r"kvfleet(_[a-z]+)*_[a-z]+(_max|_total)?", name)
-        assert metric.unit in {"blocks", "bytes", "rows", "lookups", "nodes", "holders", "writes", "inventories"}
+        assert metric.unit in {
+            "blocks",
+            "bytes",
+            "rows",
+            "lookups",
+            "nodes",
+            "holders",
+            "writes",
+            "inventories",
+            "outages",
+            "drives",
+            "ratio",
+            "days",
+        }
         assert metric.text.endswith(".")
 
 

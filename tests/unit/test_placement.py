@@ -8,61 +8,10 @@ import pytest
 
 from kvfleet.config import MIB
 from kvfleet.core.block import BlockKey
-from kvfleet.core.placement import Admission, Counters, Evicted, Grant, NewBlock, Placement, Restored
-from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.placement import Admission, Counters, Evicted, Grant, NewBlock, Restored
 from kvfleet.core.slabs import SlabMap
-from kvfleet.testing.clock import ManualClock
 from kvfleet.testing.policies import block_key
-
-
-class Node:
-    """A placement with its slabs and a clock; blocks are of 1 MiB if not said otherwise."""
-
-    def __init__(self, num_units: int, *, lower_tier: bool = False) -> None:
-        self.clock = ManualClock()
-        self.slabs = SlabMap(num_units * MIB, MIB, 4096)
-        self.placement = Placement(self.slabs, LeafFirstLRU, lower_tier=lower_tier)
-
-    def ask(self, numbers: Iterable[int], parent: int | None = None, shard: int = 0, num_bytes: int = MIB) -> Admission:
-        """Admit a prefix, a second after the last call."""
-        self.clock.advance(1.0)
-        blocks = []
-        above = None if parent is None else block_key(parent)
-        for number in numbers:
-            blocks.append(NewBlock(block_key(number), shard, above, num_bytes))
-            above = block_key(number)
-        return self.placement.admit(blocks, self.clock.now())
-
-    def store(
-        self, numbers: Iterable[int], parent: int | None = None, shard: int = 0, num_bytes: int = MIB
-    ) -> Admission:
-        """Admit a prefix and commit what got a slot."""
-        numbers = list(numbers)
-        admission = self.ask(numbers, parent, shard, num_bytes)
-        for grant in admission.grants:
-            self.placement.commit(block_key(numbers[grant.index]), shard, self.clock.now())
-        assert self.placement.audit() == []
-        return admission
-
-    def touch(self, *numbers: int) -> None:
-        self.clock.advance(1.0)
-        for number in numbers:
-            self.placement.touch(block_key(number), self.clock.now())
-
-    def held(self) -> list[int]:
-        return sorted(number_of(record.key) for record in self.placement.records())
-
-
-def number_of(key: BlockKey) -> int:
-    return int.from_bytes(key, "big")
-
-
-def gone(admission: Admission) -> list[int]:
-    return [number_of(evicted.key) for evicted in admission.evicted]
-
-
-def wanted(admission: Admission) -> list[int]:
-    return [number_of(transfer.key) for transfer in admission.transfers]
+from tests.placing import Node, gone, number_of, wanted
 
 
 def test_a_prefix_gets_slots_and_is_here_once_committed() -> None:
@@ -247,11 +196,11 @@ def test_a_block_with_a_shard_being_written_stays() -> None:
 
 
 def test_saved_blocks_go_at_once_unsaved_ones_are_demoted_first() -> None:
-    node = Node(3, lower_tier=True)
+    node = Node(3, lower=["shared"])
     node.store([1])
     node.store([11])
     node.store([21])
-    node.placement.saved(block_key(1), 0)
+    node.placement.saved(block_key(1), 0, "shared")
     admission = node.ask([31, 32])
     assert gone(admission) == [1]
     assert [grant.index for grant in admission.grants] == [0]
@@ -267,7 +216,7 @@ def test_saved_blocks_go_at_once_unsaved_ones_are_demoted_first() -> None:
 
 
 def test_what_cannot_be_demoted_is_dropped_and_counted() -> None:
-    node = Node(1, lower_tier=True)
+    node = Node(1, lower=["shared"])
     node.store([1])
     admission = node.ask([11])
     node.placement.complete(admission.transfers[0], ok=False)
@@ -278,7 +227,7 @@ def test_what_cannot_be_demoted_is_dropped_and_counted() -> None:
 
 
 def test_a_block_used_while_it_was_demoted_stays_if_others_can_go() -> None:
-    node = Node(2, lower_tier=True)
+    node = Node(2, lower=["shared"])
     node.store([1])
     node.store([11])
     admission = node.ask([21])
@@ -289,7 +238,7 @@ def test_a_block_used_while_it_was_demoted_stays_if_others_can_go() -> None:
 
 
 def test_a_chain_is_demoted_whole_and_leaves_leaf_first() -> None:
-    node = Node(3, lower_tier=True)
+    node = Node(3, lower=["shared"])
     node.store([1, 2, 3])
     admission = node.ask([11, 12, 13])
     assert wanted(admission) == [3, 2, 1]
@@ -299,9 +248,9 @@ def test_a_chain_is_demoted_whole_and_leaves_leaf_first() -> None:
 
 
 def test_a_saved_parent_waits_for_its_child_to_be_demoted() -> None:
-    node = Node(2, lower_tier=True)
+    node = Node(2, lower=["shared"])
     node.store([1, 2])
-    node.placement.saved(block_key(1), 0)
+    node.placement.saved(block_key(1), 0, "shared")
     admission = node.ask([11, 12])
     assert (wanted(admission), gone(admission), admission.refused) == ([2], [], [0, 1])
     node.placement.complete(admission.transfers[0], ok=True)
@@ -309,10 +258,10 @@ def test_a_saved_parent_waits_for_its_child_to_be_demoted() -> None:
 
 
 def test_no_shard_leaves_before_all_are_saved() -> None:
-    node = Node(2, lower_tier=True)
+    node = Node(2, lower=["shared"])
     for shard in range(2):
         node.store([1], shard=shard)
-    node.placement.saved(block_key(1), 0)
+    node.placement.saved(block_key(1), 0, "shared")
     admission = node.ask([11])
     assert [(t.shard, number_of(t.key)) for t in admission.transfers] == [(1, 1)]
     assert admission.evicted == []
@@ -321,7 +270,7 @@ def test_no_shard_leaves_before_all_are_saved() -> None:
 
 
 def test_blocks_in_transfer_stay_and_are_not_asked_for_twice() -> None:
-    node = Node(1, lower_tier=True)
+    node = Node(1, lower=["shared"])
     node.store([1])
     assert len(node.ask([11]).transfers) == 1
     again = node.ask([12])
@@ -330,78 +279,78 @@ def test_blocks_in_transfer_stay_and_are_not_asked_for_twice() -> None:
 
 
 def test_write_behind_takes_the_longest_committed_first() -> None:
-    node = Node(8, lower_tier=True)
+    node = Node(8, lower=["shared"])
     node.store([1, 2])
     node.ask([3], parent=2)
     node.store([11, 12])
-    assert [number_of(t.key) for t in node.placement.next_saves(3 * MIB)] == [1, 2, 11]
-    assert [number_of(t.key) for t in node.placement.next_saves(1)] == [12]
-    assert node.placement.next_saves(8 * MIB) == []
-    assert (node.placement.in_transfer, node.placement.num_unsaved) == (4, 4)
+    assert [number_of(t.key) for t in node.placement.next_saves("shared", 3 * MIB)] == [1, 2, 11]
+    assert [number_of(t.key) for t in node.placement.next_saves("shared", 1)] == [12]
+    assert node.placement.next_saves("shared", 8 * MIB) == []
+    assert (node.placement.in_transfer, node.placement.num_unsaved("shared")) == (4, 4)
     assert node.placement.audit() == []
 
 
 def test_write_behind_tries_again_as_long_as_it_takes() -> None:
-    node = Node(2, lower_tier=True)
+    node = Node(2, lower=["shared"])
     node.store([1, 2])
     for turn in range(20):
-        [transfer] = node.placement.next_saves(MIB)
+        [transfer] = node.placement.next_saves("shared", MIB)
         assert transfer.key == block_key(1 + turn % 2), "each in its turn"
         node.placement.complete(transfer, ok=False)
-        assert node.placement.num_unsaved == 2
-    [transfer] = node.placement.next_saves(MIB)
+        assert node.placement.num_unsaved("shared") == 2
+    [transfer] = node.placement.next_saves("shared", MIB)
     node.placement.complete(transfer, ok=True)
-    assert node.placement.saved_records() == [(block_key(1), 0)]
+    assert node.placement.saved_records("shared") == [(block_key(1), 0)]
     assert node.placement.counters.saved == 1
 
 
 def test_what_came_from_below_is_not_saved_again() -> None:
-    node = Node(2, lower_tier=True)
+    node = Node(2, lower=["shared"])
     node.ask([1])
-    node.placement.saved(block_key(1), 0)
+    node.placement.saved(block_key(1), 0, "shared")
     node.placement.commit(block_key(1), 0, 1.0)
-    assert node.placement.next_saves(MIB) == []
+    assert node.placement.next_saves("shared", MIB) == []
 
 
 def test_news_of_strangers_is_ignored() -> None:
-    node = Node(2, lower_tier=True)
-    node.placement.saved(block_key(1), 0)
-    assert node.placement.num_unsaved == 0
+    node = Node(2, lower=["shared"])
+    node.placement.saved(block_key(1), 0, "shared")
+    assert node.placement.num_unsaved("shared") == 0
 
 
 def test_without_a_tier_below_nothing_is_saved() -> None:
     node = Node(2)
     node.store([1])
-    assert node.placement.next_saves(MIB) == []
-    assert node.placement.num_unsaved == 0
+    assert node.placement.next_saves("shared", MIB) == []
+    assert node.placement.num_unsaved("shared") == 0
 
 
 def test_the_end_of_a_dropped_blocks_transfer_is_void() -> None:
-    node = Node(2, lower_tier=True)
+    node = Node(2, lower=["shared"])
     node.store([1])
-    [stale] = node.placement.next_saves(MIB)
+    [stale] = node.placement.next_saves("shared", MIB)
     node.placement.drop(block_key(1))
     node.placement.complete(stale, ok=True)
     node.store([1])
     node.placement.complete(stale, ok=True)
-    assert node.placement.saved_records() == []
-    [fresh] = node.placement.next_saves(MIB)
+    assert node.placement.saved_records("shared") == []
+    [fresh] = node.placement.next_saves("shared", MIB)
     node.placement.complete(stale, ok=False)
     assert node.placement.in_transfer == 1
     node.placement.complete(fresh, ok=True)
-    assert node.placement.saved_records() == [(block_key(1), 0)]
+    assert node.placement.saved_records("shared") == [(block_key(1), 0)]
     assert node.placement.audit() == []
 
 
 def test_a_block_given_up_is_saved_all_the_same_once_that_works() -> None:
-    node = Node(1, lower_tier=True)
+    node = Node(1, lower=["shared"])
     node.store([1])
     [demotion] = node.ask([11]).transfers
     node.placement.complete(demotion, ok=False)
-    assert node.placement.num_unsaved == 1
-    [transfer] = node.placement.next_saves(MIB)
+    assert node.placement.num_unsaved("shared") == 1
+    [transfer] = node.placement.next_saves("shared", MIB)
     node.placement.complete(transfer, ok=True)
-    assert node.placement.saved_records() == [(block_key(1), 0)]
+    assert node.placement.saved_records("shared") == [(block_key(1), 0)]
 
 
 def test_the_deepest_block_that_nobody_holds_gives_way() -> None:
@@ -484,7 +433,7 @@ def test_held_and_busy_blocks_keep_their_run() -> None:
 
 
 def test_a_run_is_demoted_before_it_is_given_up() -> None:
-    node = Node(24, lower_tier=True)
+    node = Node(24, lower=["shared"])
     node.store([1], num_bytes=BIG)
     node.store([2], num_bytes=BIG)
     admission = node.ask([101, 102], num_bytes=HALF)
@@ -495,7 +444,7 @@ def test_a_run_is_demoted_before_it_is_given_up() -> None:
 
 
 def test_a_chain_over_several_runs_is_demoted_no_further_than_needed() -> None:
-    node = Node(36, lower_tier=True)
+    node = Node(36, lower=["shared"])
     node.store([1, 2, 3], num_bytes=BIG)
     admission = node.ask([101, 102, 103], num_bytes=HALF)
     assert (wanted(admission), gone(admission)) == ([3, 2], [])
@@ -550,7 +499,7 @@ def restarted(num_units: int, slots: Iterable[int]) -> Node:
     table = [0] * num_units
     slabs = SlabMap(num_units * MIB, MIB, 4096, table.__setitem__)
     offsets = {slot: slabs.offset(slot) for slot in [slabs.take(MIB) for _ in range(num_units)] if slot is not None}
-    node = Node(num_units, lower_tier=True)
+    node = Node(num_units, lower=["shared"])
     assert node.slabs.restore(table, {slot: offsets[slot] for slot in slots}) == []
     assert first.placement.used_bytes == 0
     return node
@@ -572,14 +521,14 @@ def test_restart_keeps_blocks_their_order_and_their_writers() -> None:
     assert node.placement.used_bytes == 5 * MIB
     assert node.placement.resident(hashed(2), 0) == 3
     assert node.placement.pending(hashed(3), 0)
-    assert [t.slot for t in node.placement.next_saves(9 * MIB)] == [0, 1, 2, 3]
+    assert [t.slot for t in node.placement.next_saves("shared", 9 * MIB)] == [0, 1, 2, 3]
 
 
 def test_restored_orphans_go_first_and_chains_leaf_first() -> None:
     node = restarted(4, range(4))
     node.placement.restore([found(0, 1, None, 0), found(1, 2, 1, 1), found(2, 11, None, 0), found(3, 77, 76, 5)])
     for number in (1, 2, 11, 77):
-        node.placement.saved(hashed(number), 0)
+        node.placement.saved(hashed(number), 0, "shared")
     order = []
     for number in (201, 202, 203, 204):
         node.clock.advance(10.0)

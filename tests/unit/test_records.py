@@ -375,3 +375,41 @@ def test_random_walk_against_a_dict():
 def test_key_fingerprint_is_the_first_four_bytes():
     assert key_fingerprint(b"\x01\x02\x03\x04" + bytes(12)) == 0x04030201
     assert key_fingerprint(b"") == 0
+
+
+def test_the_writer_finds_a_slot_by_its_key(table):
+    twins = [key_in(3, 7 << 32), key_in(3, (7 << 32) + 1)]  # one bucket, one fingerprint
+    for slot, key in enumerate(twins):
+        assert put(table, slot, key)
+        assert put(table, slot + 2, key, shard=1)
+    reserve(table, 4, key_of(1), client_id=9)
+    assert [table.slot_of(key, shard) for shard in (0, 1) for key in twins] == [0, 1, 2, 3]
+    assert [table.slot_of(twins[0], 2), table.slot_of(key_of(1), 0), table.slot_of(key_of(2), 0)] == [None] * 3
+    table.free(0)
+    assert [table.slot_of(key, 0) for key in twins] == [None, 1]
+
+
+def test_a_cleared_table_is_as_new_but_for_its_generations(table):
+    keys = [key_of(i) for i in range(4)]
+    for slot, key in enumerate(keys):
+        assert put(table, slot, key)
+    reserve(table, 5, key_of(9), client_id=9)
+    found = table.find(b"".join(keys))
+    table.clear()
+    assert (slots_of(table, *keys), table.live()) == ([-1] * 4, [])
+    assert not table.unchanged(found.slots, found.generations).any()
+    assert put(table, 0, keys[3])
+    assert slots_of(table, *keys) == [-1, -1, -1, 0]
+    assert table.record(0).generation > found.generations[0]
+
+
+def test_one_record_reads_as_all_of_them_do(table):
+    rng = random.Random(1)
+    for slot in range(0, NUM, 2):
+        assert put(table, slot, key_of(slot), shard=rng.randrange(1 << 16))
+        reserve(table, slot + 1, key_of(slot + 1), client_id=rng.randrange(1, 1 << 64), offset=rng.randrange(1 << 63))
+    table._flat.reshape(NUM, -1)[:, -1] |= np.uint64(0xA5_5A << 48)  # codec and tier
+    live = table.live()
+    assert [table.record(record.slot) for record in live] == live
+    assert [type(value) for value in table.record(0)] == [type(value) for value in live[0]]
+    assert len(live) == NUM

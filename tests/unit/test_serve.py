@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvfleet.config import DriveConfig
 from kvfleet.connectors import serve
 from kvfleet.errors import ConfigError
 
@@ -43,6 +44,7 @@ def test_values_are_text_on_a_command_line_and_typed_in_a_file():
         "replicas": "2",
         "fleet": "f",
         "dram": "8GiB",
+        "nvme": "/mnt/a, $DRIVE/b",
         "shared": "s3://bucket/prefix",
         "max_model_len": "2048",
         "dtype": "float32",
@@ -52,13 +54,14 @@ def test_values_are_text_on_a_command_line_and_typed_in_a_file():
     }
     typed = text | {
         "replicas": 2,
+        "nvme": (DriveConfig(directory="/mnt/a"), DriveConfig(directory="$DRIVE/b")),
         "dram": 8 << 30,
         "max_model_len": 2048,
         "block_size": 32,
         "tensor_parallel": 2,
         "engine_kwargs": {"enforce_eager": True},
     }
-    assert serve._read(text) == serve._read(typed) == typed
+    assert serve._read(text) == serve._read(typed | {"nvme": text["nvme"]}) == typed
 
 
 def test_a_transfer_config_takes_the_connectors_settings_only():

@@ -18,6 +18,7 @@ import xxhash
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 
+from kvfleet.config import FleetConfig
 from kvfleet.core.block import BlockKey
 from kvfleet.errors import ConfigError, CorruptBlockError, LayoutMismatchError, TierUnavailableError
 from kvfleet.node import s3
@@ -246,6 +247,53 @@ def test_credentials_stay_inside():
         pickle.dumps(tier)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key": "AKIA"},
+        {"secret": "hunter2"},
+        {"client_kwargs": {"aws_secret_access_key": "hunter2"}},
+        {"client_kwargs": {"aws_access_key_id": "AKIA", "region_name": "us-east-1"}},
+        {"client_kwargs": {"aws_session_token": "hunter2"}},
+        {"token": {"private_key": "hunter2"}},
+        {"token": "hunter2"},
+        {"password": "hunter2"},
+        {"account_key": "hunter2"},
+        {"sas_token": "hunter2"},
+        {"connection_string": "AccountKey=hunter2"},
+        {"s3_additional_kwargs": {"SSECustomerKey": "hunter2"}},
+    ],
+)
+def test_settings_refuse_credentials_and_do_not_repeat_them(options: dict[str, object]):
+    with pytest.raises(ConfigError, match="AWS_PROFILE") as caught:
+        FleetConfig(shared_url="s3://bucket/kv", shared_options=options)
+    assert caught.value.setting == "shared_options"
+    assert "hunter2" not in str(caught.value)
+
+
+def test_settings_refuse_a_password_in_the_url():
+    with pytest.raises(ConfigError, match="password") as caught:
+        FleetConfig(shared_url="s3://me:hunter2@bucket/kv")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_settings_take_what_is_no_secret():
+    options = {
+        "endpoint_url": "http://x:9000",
+        "anon": True,
+        "key": None,
+        "profile": "cache",
+        "client_kwargs": {"region_name": "us-east-1", "verify": False},
+        "config_kwargs": {"tcp_keepalive": True, "max_pool_connections": 5},
+        "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "alias/kv"},
+    }
+    config = FleetConfig(shared_url="s3://bucket/kv", shared_options=options)
+    assert config.shared_options == options
+    assert "endpoint_url" not in repr(config)
+    FleetConfig(shared_url="gs://bucket/kv", shared_options={"token": "google_default"})
+    FleetConfig(shared_url="sftp://me@host/kv", shared_options={"key_filename": "/home/me/.ssh/id"})
+
+
 def test_credentials_are_cut_out_of_foreign_errors(monkeypatch: pytest.MonkeyPatch):
     store = ObjectStore("memory://kv", {"client_kwargs": {"aws_secret_access_key": "hunter2"}}, timeout_s=10)
 
@@ -286,6 +334,7 @@ def test_importing_loads_no_storage_library():
     assert done.stdout.strip() == "set()"
 
 
-def test_a_probe_is_answered_without_any_object(tier: SharedTier):
-    tier.probe(5.0)
+def test_probes_are_answered_without_any_object_and_leave_none(tier: SharedTier):
+    tier.probe_reads(5.0)
+    tier.probe_writes(5.0)
     assert records(*tier.list(10)) == set()

@@ -28,12 +28,14 @@ REQUEST = Request(
     remote=2,
     shared=1,
     pending=1,
+    nvme=7,
     missing=Miss.EVICTED,
     lookup_s=0.000125,
     loaded=True,
     from_dram=3,
     from_peer=2,
     from_shared=0,
+    from_nvme=5,
     miss=Miss.TOO_SLOW,
     load_s=1.5,
     first_key=bytes(range(16)),
@@ -132,6 +134,20 @@ def test_a_book_adds_up_those_that_are_there_and_those_that_are_gone(book, tmp_p
     del one, two
 
 
+def test_a_manager_killed_while_a_client_departs_counts_it_once(book, tmp_path):
+    tallies = client(book, "1", lookups=1), client(book, "2", lookups=2)
+    book.depart(book._clients / "1")  # and killed before its file is removed
+    for each in (book, TallyBook(book._clients, tmp_path / "departed")):
+        assert each.totals().lookups == 3
+        each.depart(book._clients / "1")
+        assert each.totals().lookups == 3
+    (book._clients / "1").unlink()
+    heir = TallyBook(book._clients, tmp_path / "departed")
+    heir.depart(book._clients / "2")
+    assert heir.totals().lookups == 3 == TallyBook(book._clients, tmp_path / "departed").totals().lookups
+    del tallies
+
+
 def test_a_book_without_its_directory_is_empty(tmp_path):
     book = TallyBook(tmp_path / "nowhere", tmp_path / "departed")
     assert (book.totals(), book.requests("", 5)) == (Totals(), [])
@@ -223,7 +239,7 @@ def test_totals_add_up():
     assert sum(totals.outcomes.values()) == totals.asked_blocks
     assert Totals.sum([totals, totals]).counts() == [2 * n for n in counts]
     assert Totals.sum([]) == Totals() == Totals.of([0] * len(NAMES))
-    assert pack_counts(counts) != pack_counts([0] * len(NAMES))
+    assert pack_counts(counts, "") != pack_counts([0] * len(NAMES), "")
 
 
 def test_everything_has_a_count_of_its_own():

@@ -40,9 +40,10 @@ class HangingError(Exception):
 
 @dataclass
 class FakeClient:
-    """A client of a fleet that holds keys here, and keys elsewhere."""
+    """A client of a fleet that holds keys here, in memory or on drives, and keys elsewhere."""
 
     here: set[bytes] = field(default_factory=set)
+    on_drives: set[bytes] = field(default_factory=set)
     elsewhere: set[bytes] = field(default_factory=set)
     asked: list[tuple[int, int]] = field(default_factory=list)
     counted: list[tuple[int, int, int]] = field(default_factory=list)
@@ -71,11 +72,13 @@ class FakeClient:
     ) -> PrefixHit:
         names = split(keys)[start:]
         local = np.array([name in here for name in names], bool)
-        head = len(local) if local.all() else int(local.argmin())
+        stored = local | np.array([name in self.on_drives for name in names], bool)
+        head = len(stored) if stored.all() else int(stored.argmin())
         found = 0
         while nodes and head + found < len(names) and names[head + found] in self.elsewhere:
             found += 1
-        runs = merge_runs(local[: head + found], head, [Run(0, found, nodes, False)] if found else [], start)
+        end = head + found
+        runs = merge_runs(local[:end], head, [Run(0, found, nodes, False)] if found else [], start, stored=stored[:end])
         stop = runs[-1].stop if runs else start
         return PrefixHit(stop * BLOCK, stop, len(keys) // KEY_BYTES, keys, runs, fault, start)
 
@@ -336,6 +339,15 @@ def test_a_load_begins_inside_a_block_where_the_engine_has_its_beginning(rig):
     assert (load.hit.start_block, load.hit.num_blocks) == (1, 3)
     assert rig.scheduling.sources(request, 112) == {"host": 112}
     assert rig.scheduling.take_loads() == ()
+
+
+def test_what_is_on_the_drives_is_said_to_come_from_disk(rig):
+    request = Request("r", hashes(12))
+    rig.client.here.update(keys(request)[:2])
+    rig.client.on_drives.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 80) == 112
+    rig.scheduling.allocated(request, list(range(100, 112)), 112)
+    assert rig.scheduling.sources(request, 112) == {"host": 48, "disk": 64}
 
 
 def test_a_shorter_allocation_shortens_the_load(rig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,11 @@ from kvfleet import Fleet, FleetConfig
 from kvfleet.cli.demo_model import cache_directory, prepare_smollm2
 from tests.cluster.engine_process import elsewhere, fleet_actors, here
 from tests.conftest import MIB, SHARED_MEMORY, wait_for
+from tests.seaweed import KEY, SECRET
 from tests.vllm.engines import BLOCK_TOKENS, OTHER, PROMPT, UNIQUE, Answer, EngineProcess, connector
+
+# Nodes take credentials from their environment: it is that of the process that starts the cluster.
+os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -187,7 +187,7 @@ def test_requests_are_preempted(fleet, first, start_engine, model):
 
 def test_shared_storage_serves_a_restarted_fleet_and_goes_away(start_engine, model, ray_cluster, plain):
     with seaweed() as server:
-        settings: dict[str, Any] = {"shared_url": "s3://cache/kv", "shared_options": server.options}
+        settings: dict[str, Any] = {"shared_url": "s3://cache/kv", "shared_options": server.settings}
         settings |= {"load_timeout_s": 10.0, "shared_timeout_s": 2.0}
         with running_fleet(**settings) as fleet:
             joined = connector(fleet.config.name, block_tokens=BLOCK_TOKENS)

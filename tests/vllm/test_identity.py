@@ -255,8 +255,8 @@ def test_windows_are_refused_however_they_are_kept(model):
 
 
 def test_hit_sources_are_given_to_versions_that_ask():
-    sources = versions.cache_hit_sources({"host": 32, "p2p": 0, "shared": 64})
+    sources = versions.cache_hit_sources({"host": 32, "disk": 16, "p2p": 0, "shared": 64})
     assert {str(source.value): count for source, count in sources.items()} in (
         {},
-        {"host": 32, "external_unspecified": 64},
+        {"host": 32, "disk": 16, "external_unspecified": 64},
     )

@@ -132,14 +132,14 @@ class Scheduling:
         self._loading[load.request_id] = load
 
     def sources(self, request: EngineRequest, external_tokens: int) -> dict[str, int]:
-        """Where the tokens of a load that was just allocated are said to be: "host", "p2p" or "shared" → tokens."""
+        """Where the tokens of a load that was just allocated are said to be: "host", "disk", "p2p" or "shared"."""
         load = self._loading.get(request.request_id)
         if load is None or load.hit is None:
             return {}
         start = load.first * self._engine_block_tokens
         tokens: Counter[str] = Counter()
         for run in load.hit.runs:
-            place = "host" if run.local or run.pending else "p2p" if run.nodes else "shared"
+            place = "host" if run.local or run.pending else "disk" if run.nvme else "p2p" if run.nodes else "shared"
             first, stop = run.start * self._block_tokens, run.stop * self._block_tokens
             tokens[place] += max(0, min(stop, start + external_tokens) - max(first, start))
         return dict(+tokens)

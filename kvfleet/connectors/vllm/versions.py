@@ -149,7 +149,7 @@ def cache_hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
     """Say in vLLM's words where loaded tokens came from.
 
     Args:
-        tokens: "host", "p2p" or "shared" → number of tokens.
+        tokens: "host", "disk", "p2p" or "shared" → number of tokens.
 
     Returns:
         nothing for versions that do not ask.
@@ -158,5 +158,10 @@ def cache_hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
         return {}
-    names = {"host": CacheHitSource.HOST, "p2p": CacheHitSource.P2P, "shared": CacheHitSource.EXTERNAL_UNSPECIFIED}
+    names = {
+        "host": CacheHitSource.HOST,
+        "disk": CacheHitSource.DISK,
+        "p2p": CacheHitSource.P2P,
+        "shared": CacheHitSource.EXTERNAL_UNSPECIFIED,
+    }
     return {names[place]: count for place, count in tokens.items() if count}

@@ -1,0 +1,92 @@
+"""`kvfleet down`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from typing_extensions import Self
+
+from kvfleet.cli.console import Address, Name, plain_errors, show_bytes, show_count
+from kvfleet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvfleet.operating import FleetStatus
+
+__all__ = ["Saving", "down", "summary"]
+
+
+def down(
+    name: Name = "default",
+    address: Address = "auto",
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Longest time for saving blocks to the tiers below memory.")
+    ] = 60.0,
+) -> None:
+    """Stop a fleet: save what the tiers below memory lack, end its actors, free its memory. Ray goes on.
+
+    Takes as long as saving does, at most `--drain-timeout`, and some seconds.
+    """
+    console = Console()
+    with plain_errors():
+        from kvfleet.operating import join
+
+        try:
+            fleet = join(name, address=address)
+        except ConfigError:
+            console.print(f"fleet {name} does not run here: nothing to stop", highlight=False)
+            return
+        found = fleet.status()
+        with Saving(console) as saving:
+            unsaved = fleet.stop(drain_timeout_s=drain_timeout, on_progress=saving.show)
+    for line in summary(found, saving.first, unsaved):
+        console.print(line, highlight=False, soft_wrap=True)
+    if unsaved:
+        Console(stderr=True).print(f"{show_count(unsaved, 'block')} could not be saved in time")
+
+
+def summary(found: FleetStatus, unsaved_before: int, unsaved: int) -> Iterator[str]:
+    """What was done, a line each.
+
+    Args:
+        found: the fleet before.
+        unsaved_before: blocks without a copy below memory, then.
+        unsaved: those that are gone.
+    """
+    if unsaved_before > unsaved:
+        yield f"{show_count(unsaved_before - unsaved, 'block')} saved"
+    managers = show_count(len(found.nodes) + len(found.silent), "manager")
+    freed = show_bytes(sum(node.capacity_bytes for node in found.nodes))
+    freed = f"; {freed} of memory are free again" if found.nodes else ""
+    yield f"fleet {found.name} is stopped: {managers} and its directory{freed}"
+    for node in found.silent:
+        yield f"{node[:8]}: its manager did not answer; the next fleet that starts there frees its memory"
+
+
+class Saving:
+    """How far saving is: a bar, on a terminal.
+
+    Attributes:
+        first: how many blocks were to be saved.
+    """
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("saving"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("saving", total=None, visible=False)
+        self.first = 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, left: int) -> None:
+        """So many blocks are left."""
+        self.first = max(self.first, left)
+        self._progress.update(self._task, total=self.first, completed=self.first - left, visible=self.first > 0)

@@ -1,0 +1,128 @@
+"""Which blocks leave a node's slots for others, and what is saved first."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from kvfleet.core.admission import Admission, Counters, Evicted
+from kvfleet.core.block import BlockKey
+from kvfleet.core.residents import Residents
+from kvfleet.core.saves import Saves
+from kvfleet.core.slabs import SlabMap
+
+__all__ = ["Evictions"]
+
+
+class Evictions:
+    """Takes blocks out: leaf first, all shards of a key together, busy and held ones never.
+
+    Args:
+        slabs: the slots.
+        residents: the books of what is in them.
+        saves: knows what has no copy below.
+        holds: how often a block is held; absent for not at all.
+        counters: of the placement.
+    """
+
+    def __init__(
+        self, slabs: SlabMap, residents: Residents, saves: Saves, holds: Mapping[BlockKey, int], counters: Counters
+    ) -> None:
+        self._slabs = slabs
+        self._residents = residents
+        self._saves = saves
+        self._holds = holds
+        self._counters = counters
+
+    def make_room(self, size: int, need: int, protected: Container[BlockKey], answer: Admission) -> None:
+        """Make `need` slots of a size free, now or by transfers, as far as it goes.
+
+        Args:
+            size: of the slots.
+            need: how many.
+            protected: blocks that must stay, besides those that are busy or held.
+            answer: is told what went and what is to be transferred.
+        """
+
+        def worth(key: BlockKey) -> int:
+            block = self._residents.blocks[key]
+            return 0 if block.busy or key in protected or key in self._holds else len(block.records)
+
+        policy = self._residents.policy(size)
+        own = deque(policy.victims(need, worth) if policy is not None else ())
+        leaving: set[BlockKey] = set()
+        for window in self._slabs.windows(size, self._residents.heat()) if self._slabs.others(size) else ():
+            while own and need > 0 and self._residents.blocks[own[0]].last_used <= window.heat:
+                need -= self._let_go([own.popleft()], answer)
+            if need <= 0:
+                return
+            keys = self._closure(window.slots, worth, leaving)
+            if keys is not None:
+                self._let_go(keys, answer)
+                leaving.update(keys)
+                need -= self._slabs.slots_per_run(size)
+        while own and need > 0:
+            need -= self._let_go([own.popleft()], answer)
+
+    def give_way(self, num_bytes: int) -> list[Evicted]:
+        """See `Placement.give_way`."""
+        size, blocks = self._slabs.slot_size(num_bytes), self._residents.blocks
+        fit = (key for key, b in blocks.items() if b.size == size and not b.busy and key not in self._holds)
+        victim = max(fit, key=lambda key: (blocks[key].last_used, blocks[key].depth, key), default=None)
+        answer = Admission()
+        if victim is not None:
+            self._evict(victim, answer)
+        return answer.evicted
+
+    def remove(self, key: BlockKey, shard: int) -> Evicted:
+        """Take a committed record out, whatever is going on with it."""
+        record = self._residents.remove(key, shard)
+        self._saves.forget(key, shard, record)
+        return Evicted(key, shard, record.slot)
+
+    def _closure(
+        self, slots: Sequence[int], worth: Callable[[BlockKey], int], leaving: Container[BlockKey]
+    ) -> list[BlockKey] | None:
+        """The blocks in some slots with all their descendants, each after its own, less those that leave already.
+
+        None if one of them must stay.
+        """
+        keys: dict[BlockKey, None] = {}
+        for slot in slots:
+            root = self._residents.key_at(slot)
+            if root is None or root in keys or root in leaving:
+                continue  # a window before this one shares the slot
+            for key in (*self._residents.policy_of(root).descendants(root), root):
+                if key in leaving:
+                    continue
+                if not worth(key):
+                    return None
+                keys[key] = None
+        return list(keys)
+
+    def _let_go(self, keys: Sequence[BlockKey], answer: Admission) -> int:
+        """Evict blocks, unless some must be saved first: then those are demoted, and all go another time.
+
+        Returns:
+            How many slots they have.
+        """
+        num_slots = 0
+        num_transfers = len(answer.transfers)
+        for key in keys:
+            records = self._residents.blocks[key].records
+            num_slots += len(records)
+            for shard, record in records.items():
+                tier = self._saves.refuge(key, record)
+                if tier is not None:
+                    answer.transfers.append(self._saves.begin("demote", tier, key, shard))
+        if len(answer.transfers) == num_transfers:
+            for key in keys:
+                if self._residents.policy_of(key).is_leaf(key):  # else a child of it is being demoted
+                    self._evict(key, answer)
+        return num_slots
+
+    def _evict(self, key: BlockKey, answer: Admission) -> None:
+        for shard, record in list(self._residents.blocks[key].records.items()):
+            answer.evicted.append(self.remove(key, shard))
+            self._counters.evicted += 1
+            self._counters.dropped_unsaved += not record.saved

@@ -1,0 +1,216 @@
+"""What a file, a directory or an object is, and whether it is sound. Nothing is changed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from kvfleet.core.layout import BlockLayout
+from kvfleet.errors import ConfigError, CorruptBlockError, LayoutMismatchError
+from kvfleet.node.blockfile import BlockHeader, decode, read_header
+from kvfleet.node.manifestfile import Manifest, Unreadable
+from kvfleet.node.manifestlist import CURRENT, FOLDER, Current
+from kvfleet.node.objects import Child, ObjectStore
+
+__all__ = ["BLOCK_BYTES_MAX", "Findings", "inspect_bytes", "inspect_url", "some"]
+
+BLOCK_BYTES_MAX = (1 << 32) + (1 << 16)  # of an object: the largest block with its frame
+_TIMEOUT_S = 60.0
+_ARROW = b"\xff\xff\xff\xff"
+_PARQUET = b"PAR1"
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_BLOCK_NAME = re.compile(r"([0-9a-f]{32})\.([0-9]+)-of-([0-9]+)\.arrow")
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What something is.
+
+    Attributes:
+        kind: in words.
+        facts: names and values of what it says of itself.
+        problems: why it is not sound; empty if it is, as far as it was looked at.
+        checked: how that was found out, or what was not looked at.
+        whole: all of it was looked at.
+    """
+
+    kind: str
+    facts: tuple[tuple[str, str], ...] = ()
+    problems: tuple[str, ...] = ()
+    checked: str = ""
+    whole: bool = True
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return not self.problems
+
+
+def some(problems: list[str], shown: int = 20) -> tuple[str, ...]:
+    """The first of many problems, and how many more there are."""
+    more = len(problems) - shown
+    return (*problems[:shown], *([f"and {more:,} more"] if more > 0 else []))
+
+
+def inspect_bytes(data: bytes, path: str) -> Findings:
+    """What a file or object of the shared tier is.
+
+    Args:
+        data: all of it.
+        path: its name, of which the end says what it should be.
+
+    Raises:
+        ConfigError: it is nothing of kvfleet's.
+    """
+    name = PurePosixPath(path).name
+    if path.endswith(CURRENT):
+        return _current(data)
+    if data.startswith(_ARROW) or name.endswith(".arrow"):
+        return _block(data, path)
+    if data.startswith(_PARQUET) or name.endswith(".parquet"):
+        return _manifest(data)
+    raise ConfigError("", f"{path}: {len(data)} bytes that are nothing of kvfleet's")
+
+
+def _block(data: bytes, path: str) -> Findings:
+    kind = "a block's object"
+    try:
+        header, checksum = read_header(data)
+    except CorruptBlockError as error:
+        return Findings(kind, problems=(error.detail,))
+    except LayoutMismatchError as error:
+        return Findings("a block's object of another version", problems=(str(error),))
+    facts = (
+        ("key", header.key.hex()),
+        ("shard", f"{header.shard} of {header.num_shards}"),
+        ("namespace", header.namespace_id.hex()),
+        ("layout", layout_words(header.layout_json)),
+        ("bytes", f"{header.num_bytes:,}, as {header.codec} {header.coded_bytes:,}, in an object of {len(data):,}"),
+        ("checksum", f"xxh3-64:{checksum:016x}"),
+        ("version", str(header.version)),
+    )
+    try:
+        decode(data, header)
+        problems = _misnamed(header, path)
+    except CorruptBlockError as error:
+        problems = (error.detail,)
+    except LayoutMismatchError as error:
+        problems = (f"it cannot be checked here: {error}",)
+    return Findings(kind, facts, problems, "all bytes have their checksum")
+
+
+def _misnamed(header: BlockHeader, path: str) -> tuple[str, ...]:
+    """Whether a name that looks like a block's is another block's."""
+    found = _BLOCK_NAME.fullmatch(PurePosixPath(path).name)
+    if found is None:
+        return ()
+    named, here = found.groups(), (header.key.hex(), str(header.shard), str(header.num_shards))
+    folder = PurePosixPath(path).parent.parent.name
+    if named != here or (_NAMESPACE.fullmatch(folder) and folder != header.namespace_id.hex()):
+        return (f"it is another block than its name says: {here[0]}.{here[1]}-of-{here[2]}",)
+    return ()
+
+
+def layout_words(layout_json: str) -> str:
+    """A layout in words."""
+    try:
+        layout = BlockLayout.from_json(layout_json)
+    except (ValueError, TypeError, KeyError):
+        return f"unknown: {layout_json[:60]}"
+    shape = "x".join(map(str, layout.shape))
+    return f"{layout.dtype} {shape}, {layout.block_tokens} tokens, {layout.inner_order} order"
+
+
+def _manifest(data: bytes) -> Findings:
+    kind = "a manifest of the shared tier"
+    stored = gone = num_bytes = 0
+    try:
+        manifest = Manifest(data)
+        for rows in manifest.rows():
+            there = rows["bytes"] > 0
+            stored += int(there.sum())
+            gone += int((~there).sum())
+            num_bytes += int(rows["bytes"].sum())
+    except Unreadable as error:
+        return Findings(kind, problems=(str(error.args[1]) or error.reason.value,))
+    about = manifest.about
+    facts = (
+        ("holds", "a snapshot, or a part of one" if about.snapshot else "what came and went"),
+        ("blocks", f"{stored:,} stored, {num_bytes:,} bytes; {gone:,} deleted"),
+        ("replaces", f"{len(about.replaces)} files before it"),
+    )
+    return Findings(kind, facts, checked="all pages have their checksum")
+
+
+class _OneObject:
+    """An object store with one object, for those who read from one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def get(self, path: str, bytes_max: int) -> bytes:
+        return self._data[:bytes_max]
+
+    def put(self, path: str, data: bytes) -> None:
+        raise AssertionError("nothing is written")
+
+    def delete(self, path: str) -> None:
+        raise AssertionError("nothing is deleted")
+
+    def children(self, path: str) -> list[Child]:
+        raise AssertionError("nothing is listed")
+
+
+def _current(data: bytes) -> Findings:
+    kind = "the list of manifests of the shared tier"
+    try:
+        current = Current.read(_OneObject(data))
+    except Unreadable as error:
+        return Findings(kind, problems=(str(error.args[1]) or error.reason.value,))
+    assert current is not None
+    facts = (
+        ("epoch", f"{current.epoch}, writer {current.writer}"),
+        ("files", f"{len(current.snapshot)} of a snapshot, {len(current.deltas)} after it"),
+        ("rows", f"{sum(file.num_rows for file in current.files):,}"),
+        ("orphans", str(len(current.orphans))),
+    )
+    return Findings(kind, facts, checked="it has its checksum; the files it names were not read")
+
+
+def inspect_url(url: str) -> Findings:
+    """What an object, or what is below a URL, is. Credentials are those of the environment.
+
+    Raises:
+        ConfigError: nothing is there, or nothing of kvfleet's; or the URL is no good.
+        TierUnavailableError: the storage does not answer.
+
+    Blocking: up to a minute a request.
+    """
+    base, _, name = url.rstrip("/").rpartition("/")
+    if base.endswith((":/", ":")):  # a bucket: there is nothing above it
+        store = ObjectStore(url, {}, _TIMEOUT_S)
+        name = ""
+    else:
+        store = ObjectStore(base, {}, _TIMEOUT_S)
+    try:
+        data = store.get(name, BLOCK_BYTES_MAX) if name else None
+        children = [] if data else store.children(name)
+        if data or (data is not None and not children):
+            findings = inspect_bytes(data, url)
+            return replace(findings, facts=(*findings.facts, ("object", store.name + "/" + name)))
+        return _folder(url, children)
+    finally:
+        store.close()
+
+
+def _folder(url: str, children: list[Child]) -> Findings:
+    names = {child.name for child in children if child.is_directory}
+    namespaces = sum(1 for name in names if _NAMESPACE.fullmatch(name))
+    if not namespaces and FOLDER not in names:
+        raise ConfigError("", f"{url}: " + ("nothing of kvfleet's is below it" if children else "nothing there"))
+    facts = (
+        ("namespaces", f"{namespaces:,}, each the blocks of one model and tenant"),
+        ("manifests", "yes" if FOLDER in names else "none"),
+    )
+    return Findings("a shared tier", facts, checked="its blocks were not read: give an object, or a key", whole=False)

@@ -1,0 +1,112 @@
+"""What this node has to say of objects in the shared tier, kept until it is written down in the manifests."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+
+__all__ = ["USE_S", "Outbox", "Uses"]
+
+USE_S = 3600.0  # at most so often a use of a record is told
+_RECORDS_MAX = 100_000
+
+
+class Uses:
+    """Of which records a use was told lately: of the last 100,000."""
+
+    def __init__(self) -> None:
+        self._told: dict[bytes, float] = {}  # when, oldest first
+
+    def is_news(self, record: bytes, now: float) -> bool:
+        """Whether a use at this time, in seconds, is to be told. It is told then."""
+        told = self._told.pop(record, None)
+        if told is not None and now - told < USE_S:
+            self._told[record] = told
+            return False
+        self._told[record] = now
+        if len(self._told) > _RECORDS_MAX:
+            del self._told[next(iter(self._told))]
+        return True
+
+
+class Outbox:
+    """The last row of each record, at most 100,000 of them; more are not kept, and counted.
+
+    Rows wait, then fly with a delta, then lie in the directory's mailbox until the keeper of the catalog has them in a
+    manifest. If the directory loses its mailbox, they wait again.
+
+    Attributes:
+        dropped: rows for which there was no room. Their objects are not known after a restart of the fleet.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, bytes] = {}
+        self._flying: dict[bytes, bytes] = {}
+        self._posted: deque[tuple[int, dict[bytes, bytes]]] = deque()
+        self._num_posted = 0
+        self._life = 0  # of the directory that has what is posted
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        """How many are not written down."""
+        return self.num_waiting + self._num_posted
+
+    @property
+    def num_waiting(self) -> int:
+        """How many the directory does not have."""
+        return len(self._waiting) + len(self._flying)
+
+    def put(self, record: bytes, row: bytes) -> None:
+        """Say something of a record, in place of what was to be said before."""
+        if record in self._waiting or len(self) < _RECORDS_MAX:
+            self._waiting[record] = row
+        else:
+            self.dropped += 1
+
+    def forget(self, record: bytes) -> None:
+        """The record is gone: nothing that waits is to be said of it."""
+        self._waiting.pop(record, None)
+
+    def take(self, limit: int) -> bytes:
+        """At most so many rows, for the next delta."""
+        assert not self._flying, "one delta at a time"
+        self._flying = dict(islice(self._waiting.items(), limit))
+        for record in self._flying:
+            del self._waiting[record]
+        return b"".join(self._flying.values())
+
+    def landed(self, life: int, position: int | None, written: int) -> list[bytes]:
+        """A directory has the delta. Returns the records of which it has lost what was said before.
+
+        Args:
+            life: of the directory.
+            position: in its mailbox, after these rows; None if they were not taken in.
+            written: position up to which rows are in a manifest.
+        """
+        again: list[bytes] = []
+        if life != self._life:
+            self._life = life
+            for _, rows in reversed(self._posted):
+                again += rows
+                self._wait_again(rows)
+            self._posted.clear()
+            self._num_posted = 0
+        flying, self._flying = self._flying, {}
+        if flying and position is not None:
+            self._posted.append((position, flying))
+            self._num_posted += len(flying)
+        else:
+            self._wait_again(flying)
+        while self._posted and self._posted[0][0] <= written:
+            self._num_posted -= len(self._posted.popleft()[1])
+        return again
+
+    def lost(self) -> None:
+        """The delta is given up, whether it arrived or not: said twice does no harm."""
+        flying, self._flying = self._flying, {}
+        self._wait_again(flying)
+
+    def _wait_again(self, rows: dict[bytes, bytes]) -> None:
+        """Put rows back; later ones of their records stay."""
+        for record, row in rows.items():
+            self._waiting.setdefault(record, row)

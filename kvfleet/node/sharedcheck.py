@@ -1,0 +1,155 @@
+"""Compares a sample of what the shared tier has with what the directory and this node say it has."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvfleet.core.block import BlockKey
+from kvfleet.core.inventory import record_id
+from kvfleet.core.objectrows import SharedObject
+from kvfleet.errors import KvFleetError
+from kvfleet.explain import show_count
+from kvfleet.node.hostchecks import Check
+from kvfleet.node.inspecting import BLOCK_BYTES_MAX, inspect_bytes
+from kvfleet.node.landing import settle
+from kvfleet.node.namespaces import layout_of
+from kvfleet.node.objects import ObjectStore
+from kvfleet.node.shared import SharedTier
+
+if TYPE_CHECKING:
+    from kvfleet.node.node import Node
+    from kvfleet.node.publishing import DirectoryLink
+
+__all__ = ["check_shared"]
+
+_SAMPLE = 16
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_OBJECT = re.compile(r"([0-9a-f]{32})\.([0-9]+)-of-([0-9]+)\.arrow")
+_NAME = "shared tier"
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    path: str
+    key: BlockKey
+    shard: int
+    num_shards: int
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What came of reading some objects."""
+
+    sound: int = 0
+    absent: list[_Object] = field(default_factory=list)
+    damaged: list[_Object] = field(default_factory=list)
+
+
+async def check_shared(node: Node, link: DirectoryLink, *, repair: bool) -> list[Check]:
+    """Read some objects that this node says are there, and ask the directory for some that are there.
+
+    Args:
+        node: whose shared tier it is.
+        link: to the directory.
+        repair: delete damaged objects, write again what this node has of them, tell the directory.
+    """
+    config = node.config
+    if config.shared_url is None:
+        return []
+    try:
+        objects = await settle(None, lambda: ObjectStore(config.shared_url or "", config.shared_options, 15.0))
+        try:
+            return [await _said(node, objects, repair=repair), await _there(node, link, objects, repair=repair)]
+        finally:
+            await settle(None, objects.close)
+    except KvFleetError as error:
+        return [Check(_NAME, "bad", str(error))]
+
+
+async def _said(node: Node, objects: ObjectStore, *, repair: bool) -> Check:
+    """Read a sample of what this node thinks is there."""
+    known = _known(node)
+    chosen = random.sample(known, min(_SAMPLE, len(known)))
+    found = await settle(None, lambda: _read(objects, chosen))
+    if not found.absent and not found.damaged:
+        return Check(_NAME, "ok", f"{found.sound} of this node's {len(known):,} copies were read, all sound")
+    text = f"of {len(chosen)} copies {len(found.absent)} are gone, {len(found.damaged)} damaged"
+    if not repair:
+        return Check(_NAME, "bad", f"{text}; loads mend what they meet, --repair mends these")
+    for one in found.damaged:
+        await settle(None, partial(objects.delete, one.path))
+    for one in found.absent + found.damaged:
+        record = record_id(one.key, one.shard)
+        node.publisher.lost(record)
+        if node.endpoint is not None:
+            node.endpoint.lost(record)
+    return Check(_NAME, "note", f"{text}; the directory was told, and they are written again")
+
+
+def _known(node: Node) -> list[_Object]:
+    """What this node has a copy of in the shared tier, as it thinks, in no order."""
+    saved = set(node.dram.placement.saved_records("shared"))
+    known = []
+    for record in node.home.arena.records.live():
+        if record.committed and (record.key, record.shard) in saved:
+            namespace = node.dram.namespaces[record.namespace]
+            num_shards = layout_of(namespace).num_shards
+            path = SharedTier.path(namespace.namespace_id, BlockKey(record.key), record.shard, num_shards)
+            known.append(_Object(path, BlockKey(record.key), record.shard, num_shards))
+    return known
+
+
+def _read(objects: ObjectStore, chosen: Sequence[_Object]) -> _Sample:
+    sample = _Sample()
+    for one in chosen:
+        data = objects.get(one.path, BLOCK_BYTES_MAX)
+        if data is None:
+            sample.absent.append(one)
+        elif inspect_bytes(data, one.path).sound:
+            sample.sound += 1
+        else:
+            sample.damaged.append(one)
+    return sample
+
+
+async def _there(node: Node, link: DirectoryLink, objects: ObjectStore, *, repair: bool) -> Check:
+    """Ask the directory for a sample of what is there."""
+    listed = await settle(None, lambda: _listed(objects))
+    unknown = []
+    for one in listed:
+        located = await link.locate(one.key, one.shard, one.num_shards, node.config.lookup_timeout_s)
+        if not located.runs:
+            unknown.append(one)
+    if not unknown:
+        return Check("directory", "ok", f"knows all of {show_count(len(listed), 'object')} it was asked for")
+    text = f"of {len(listed)} objects {len(unknown)} are not known to it: they are not found by lookups"
+    if not repair:
+        return Check("directory", "note", text)
+    for one in unknown:
+        namespace_id = bytes.fromhex(one.path.partition("/")[0])
+        size = one.num_bytes, 0, 0  # where in its prefix it is, who uses it says
+        node.publisher.stored(SharedObject(namespace_id, one.key, one.shard, one.num_shards, *size))
+    return Check("directory", "note", f"{text}; it was told of these")
+
+
+def _listed(objects: ObjectStore) -> list[_Object]:
+    """Some objects of one folder of each of a few namespaces."""
+    namespaces = [c.name for c in objects.children("") if c.is_directory and _NAMESPACE.fullmatch(c.name)]
+    listed: list[_Object] = []
+    for namespace in random.sample(namespaces, min(4, len(namespaces))):
+        folders = [child.name for child in objects.children(namespace) if child.is_directory]
+        if folders:
+            folder = f"{namespace}/{random.choice(folders)}"
+            for child in objects.children(folder)[:_SAMPLE]:
+                found = _OBJECT.fullmatch(child.name)
+                if found is not None and child.num_bytes:
+                    key = BlockKey(bytes.fromhex(found[1]))
+                    shards = int(found[2]), int(found[3])
+                    listed.append(_Object(f"{folder}/{child.name}", key, *shards, child.num_bytes))
+    return listed[:_SAMPLE]

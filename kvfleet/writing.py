@@ -1,0 +1,208 @@
+"""One store, as the client does it: reserve slots, copy in place, commit; batch by batch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvfleet.attachment import AttachedNode, ManagerPort
+from kvfleet.config import FleetConfig
+from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.layout import BlockLayout
+from kvfleet.counts import Stats
+from kvfleet.errors import DeadlineExceededError, KvFleetError, ManagerAvoidedError
+from kvfleet.hits import StoreResult
+from kvfleet.node.arena import Arena
+from kvfleet.node.messages import Bytes, CommitReply, CommitRequest, Namespace, ReserveReply, ReserveRequest
+
+__all__ = ["Fill", "StoreJob", "Writing"]
+
+_log = logging.getLogger(__name__)
+_COMMIT_RETRY_S = 0.25
+_GIVE_BACK_TIMEOUT_S = 1.0
+_GIVEN_UP_BYTES_MAX = 4096 * KEY_BYTES  # kept until the manager can be told; hints, so more are not
+_TOLD = frozenset({"draining", "no_room"})  # reasons that come from the manager
+
+Fill: TypeAlias = Callable[[int, Bytes], int]
+"""Writes block `index` of the prefix into a slot and returns the xxh3-64 of what it wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Blocks of a prefix to be stored.
+
+    Attributes:
+        keys: of all blocks of the prefix up to the last one to store, packed.
+        first: index of the first block to store.
+        num_blocks: how many to store.
+        fill: see `Fill`.
+    """
+
+    keys: bytes
+    first: int
+    num_blocks: int
+    fill: Fill
+
+
+class Writing:
+    """The stores of one client, one after the other.
+
+    Threads: `store` from one at a time, `remember` from any.
+    """
+
+    def __init__(
+        self, node: AttachedNode, manager: ManagerPort, config: FleetConfig, layout: BlockLayout, namespace: Namespace,
+        shard: int,
+    ) -> None:  # fmt: skip
+        self._node = node
+        self._manager = manager
+        self._config = config
+        self._layout = layout
+        self._namespace = namespace
+        self._shard = shard
+        self.stats = Stats(layout, node.tally)
+        self._sequence = 0
+        self._lock = threading.Lock()
+        self._given_up = b""
+
+    def store(self, job: StoreJob) -> StoreResult:
+        """All blocks of a job, batch by batch; stops at the first batch that does not get through."""
+        deadline = time.monotonic() + self._config.store_timeout_s
+        stored = already = 0
+        published, reason = True, ""
+        position, stop = job.first, job.first + job.num_blocks
+        while position < stop and not reason:
+            try:
+                position, one = self._store_next(job, position, deadline)
+            except KvFleetError as error:
+                published, reason = False, "deadline" if time.monotonic() >= deadline else "manager_unavailable"
+                _log.info("store stopped short: %s", error)
+            else:
+                stored, already = stored + one.stored, already + one.already
+                published, reason = published and one.published, one.reason
+        dropped = job.num_blocks - stored - already
+        assert dropped >= 0
+        published = published and dropped < job.num_blocks
+        return StoreResult(stored, already, dropped, published, stored * self._layout.block_bytes, reason)
+
+    def remember(self, job: StoreJob, result: StoreResult) -> None:
+        """Keep what was given up without the manager's knowledge, so that lookups can be told why nobody has it."""
+        if result.dropped and result.reason not in _TOLD:
+            self._keep(job.keys[job.first * KEY_BYTES :])
+
+    def _keep(self, keys: bytes) -> None:
+        with self._lock:
+            self._given_up = (self._given_up + keys[:_GIVEN_UP_BYTES_MAX])[-_GIVEN_UP_BYTES_MAX:]
+
+    def _store_next(self, job: StoreJob, start: int, deadline: float) -> tuple[int, StoreResult]:
+        """One batch of a job, from block `start` on. Returns where the next one starts, and what became of this one.
+
+        Raises:
+            KvFleetError: the manager could not be asked.
+        """
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return start, StoreResult(published=False, reason="deadline")
+        # A manager may take its time to start, but one that did not answer is only probed.
+        patience_s = self._config.holder_timeout_s if self._node.suspect else self._config.attach_timeout_s
+        arena = self._node.attach(min(left, patience_s))
+        stop = min(start + self._batch_blocks(arena), job.first + job.num_blocks)
+        keys = job.keys[start * KEY_BYTES : stop * KEY_BYTES]
+        if (arena.records.find(keys, self._shard).slots >= 0).all():
+            return stop, StoreResult(already=stop - start)
+        reply = self._reserve(job, start, keys, arena, deadline)
+        if reply.arena_id != arena.arena_id:
+            # Only a reservation made while our lock file is beside the arena is safe to write to: ask again.
+            self._node.attach(left, again=True)
+            return start, StoreResult()
+        if not reply.slots:
+            reason = "draining" if reply.draining else "no_room" if reply.refused else ""
+            return stop, StoreResult(already=reply.already, reason=reason)
+        return stop, self._write(job, start, reply, arena, deadline)
+
+    def _batch_blocks(self, arena: Arena) -> int:
+        return max(1, int(arena.capacity_bytes * self._config.reserve_fraction) // self._layout.block_bytes)
+
+    def _reserve(self, job: StoreJob, start: int, keys: bytes, arena: Arena, deadline: float) -> ReserveReply:
+        self._sequence += 1
+        left = max(0.0, deadline - time.monotonic())
+        with self._lock:
+            given_up, self._given_up = self._given_up, b""
+        request = ReserveRequest(
+            client_id=self._node.client_id,
+            sequence=self._sequence,
+            namespace=self._namespace,
+            keys=keys,
+            parent=job.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else b"",
+            depth=start,
+            shard=self._shard,
+            num_bytes=self._layout.block_bytes,
+            timeout_s=left,
+            given_up=given_up,
+        )
+        try:
+            reply = self._manager.reserve(request, left)
+        except ManagerAvoidedError:
+            self._keep(given_up)
+            raise
+        except KvFleetError:
+            self.stats.called("reserve")
+            self._keep(given_up)
+            self._give_back(arena)  # whatever was reserved without our hearing of it
+            raise
+        self.stats.called("reserve")
+        return reply
+
+    def _write(self, job: StoreJob, start: int, reply: ReserveReply, arena: Arena, deadline: float) -> StoreResult:
+        """Fill the granted slots and commit them."""
+        try:
+            checksums = self._fill(job, start, reply, arena)
+        except Exception as error:  # noqa: BLE001  whatever a caller's fill raises must not end the thread
+            _log.warning("store dropped: %r", error)
+            self._give_back(arena)
+            return StoreResult(already=reply.already, published=False, reason=type(error).__name__)
+        commit = self._commit(reply, checksums, deadline)
+        if commit is None:
+            self._give_back(arena)  # else they stay ours until the next store, if there is one
+            return StoreResult(already=reply.already, published=False, reason="commit_lost")
+        lost = len(reply.slots) - commit.committed
+        reason = "no_room" if reply.refused else "reservation_lost" if lost else ""
+        return StoreResult(commit.committed, reply.already, 0, commit.published, 0, reason)
+
+    def _fill(self, job: StoreJob, start: int, reply: ReserveReply, arena: Arena) -> tuple[int, ...]:
+        length = self._layout.block_bytes
+        return tuple(
+            job.fill(start + index, arena.slot_view(offset, length))
+            for index, offset in zip(reply.indexes, reply.offsets, strict=True)
+        )
+
+    def _commit(self, reply: ReserveReply, checksums: tuple[int, ...], deadline: float) -> CommitReply | None:
+        """Commit, through a restart of the manager if need be: it is idempotent. None: it hangs, or it is too late."""
+        while (left := deadline - time.monotonic()) > 0:
+            request = CommitRequest(
+                self._node.client_id, self._sequence, reply.arena_id, reply.slots, reply.generations, checksums, left
+            )
+            self.stats.called("commit")
+            try:
+                return self._manager.commit(request, left)
+            except DeadlineExceededError as error:
+                _log.info("commit given up: %s", error)
+                return None
+            except KvFleetError as error:
+                _log.info("commit will be tried again: %s", error)
+                time.sleep(min(_COMMIT_RETRY_S, left))
+        return None
+
+    def _give_back(self, arena: Arena) -> None:
+        """Free what this client has reserved. Tried once: if it fails, the next reserve does it, or our end."""
+        self._sequence += 1
+        request = CommitRequest(self._node.client_id, self._sequence, arena.arena_id, (), (), (), _GIVE_BACK_TIMEOUT_S)
+        self.stats.called("commit")
+        try:
+            self._manager.commit(request, _GIVE_BACK_TIMEOUT_S)
+        except KvFleetError as error:
+            _log.info("slots not given back: %s", error)

@@ -1,0 +1,68 @@
+"""A placement to be tried step by step: blocks are numbers, and tiers below take or refuse as told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvfleet.config import MIB
+from kvfleet.core.block import BlockKey
+from kvfleet.core.placement import Admission, Gate, LowerTier, NewBlock, Placement
+from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.slabs import SlabMap
+from kvfleet.testing.clock import ManualClock
+from kvfleet.testing.policies import block_key
+
+
+class Node:
+    """A placement with its slabs and a clock; blocks are of 1 MiB if not said otherwise."""
+
+    def __init__(self, num_units: int, *, lower: Iterable[LowerTier] = ()) -> None:
+        self.clock = ManualClock()
+        self.slabs = SlabMap(num_units * MIB, MIB, 4096)
+        self.refusing: set[LowerTier] = set()
+        self.uses_needed = 0
+        self.placement = Placement(self.slabs, LeafFirstLRU, lower={tier: self.gate(tier) for tier in lower})
+
+    def gate(self, tier: LowerTier) -> Gate:
+        return lambda _, uses: tier not in self.refusing and uses >= self.uses_needed
+
+    def ask(self, numbers: Iterable[int], parent: int | None = None, shard: int = 0, num_bytes: int = MIB) -> Admission:
+        """Admit a prefix, a second after the last call."""
+        self.clock.advance(1.0)
+        blocks = []
+        above = None if parent is None else block_key(parent)
+        for number in numbers:
+            blocks.append(NewBlock(block_key(number), shard, above, num_bytes))
+            above = block_key(number)
+        return self.placement.admit(blocks, self.clock.now())
+
+    def store(
+        self, numbers: Iterable[int], parent: int | None = None, shard: int = 0, num_bytes: int = MIB
+    ) -> Admission:
+        """Admit a prefix and commit what got a slot."""
+        numbers = list(numbers)
+        admission = self.ask(numbers, parent, shard, num_bytes)
+        for grant in admission.grants:
+            self.placement.commit(block_key(numbers[grant.index]), shard, self.clock.now())
+        assert self.placement.audit() == []
+        return admission
+
+    def touch(self, *numbers: int) -> None:
+        self.clock.advance(1.0)
+        for number in numbers:
+            self.placement.touch(block_key(number), self.clock.now())
+
+    def held(self) -> list[int]:
+        return sorted(number_of(record.key) for record in self.placement.records())
+
+
+def number_of(key: BlockKey) -> int:
+    return int.from_bytes(key, "big")
+
+
+def gone(admission: Admission) -> list[int]:
+    return [number_of(evicted.key) for evicted in admission.evicted]
+
+
+def wanted(admission: Admission) -> list[int]:
+    return [number_of(transfer.key) for transfer in admission.transfers]

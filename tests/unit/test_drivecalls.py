@@ -1,0 +1,107 @@
+"""Calls to a drive: so many at once, and none after it failed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvfleet.errors import TierUnavailableError
+from kvfleet.node.drivecalls import DriveCalls
+from kvfleet.testing.blocking import pause
+from kvfleet.testing.loop import VirtualLoop
+from tests.drives import play
+
+
+def sleep(seconds: float) -> float:
+    loop = asyncio.get_event_loop()
+    assert isinstance(loop, VirtualLoop)
+    pause(loop, seconds)
+    return loop.time()
+
+
+def test_so_many_at_once_and_the_others_in_order() -> None:
+    async def work() -> None:
+        calls, begun = DriveCalls(2), asyncio.get_running_loop().time()
+        ends = await asyncio.gather(*(calls.read(lambda: sleep(10)) for _ in range(5)))
+        assert [round((end - begun) / 10) for end in ends] == [1, 1, 2, 2, 3]
+        assert calls.oldest() is None
+        assert calls.num_reads == 0
+
+    play(work)
+
+
+def test_whoever_waits_can_leave_and_the_next_takes_the_turn() -> None:
+    async def work() -> None:
+        calls = DriveCalls(1)
+        reads = [asyncio.ensure_future(calls.read(lambda: sleep(10))) for _ in range(3)]
+        await asyncio.sleep(1)
+        reads[1].cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+        assert [read.cancelled() for read in reads] == [False, True, False]
+        assert calls.num_reads == 0
+
+    play(work)
+
+
+def test_a_read_that_was_begun_ends_before_its_caller() -> None:
+    async def work() -> None:
+        calls, loop = DriveCalls(1), asyncio.get_running_loop()
+        begun = loop.time()
+        read = asyncio.ensure_future(calls.read(lambda: sleep(10)))
+        for _ in range(3):
+            await asyncio.sleep(1)
+            read.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+        assert loop.time() - begun >= 10
+
+    play(work)
+
+
+@pytest.mark.parametrize("in_between", [False, True])
+def test_after_a_failure_nothing_is_begun(monkeypatch: pytest.MonkeyPatch, in_between: bool) -> None:
+    async def work() -> None:
+        calls, begun = DriveCalls(1), []
+        lane = calls._lanes["read"]
+        next_one = lane.next
+
+        def turn() -> None:
+            next_one()
+            calls.fail("it failed")  # after its turn has come, before it begins
+
+        if in_between:
+            monkeypatch.setattr(lane, "next", turn)
+        reads = [asyncio.ensure_future(calls.read(lambda: begun.append(sleep(10)))) for _ in range(3)]
+        await asyncio.sleep(5)
+        if not in_between:
+            calls.fail("it failed")
+        results = await asyncio.gather(*reads, return_exceptions=True)
+        assert len(begun) == 1
+        assert results[0] is None
+        assert all(isinstance(result, TierUnavailableError) for result in results[1:])
+        with pytest.raises(TierUnavailableError, match="it failed"):
+            await calls.index(lambda: None)
+        assert calls.num_reads == 0
+        await calls.idle()
+        await calls.close(lambda: None)
+
+    play(work)
+
+
+def test_what_shows_signs_of_life_is_not_old() -> None:
+    async def work() -> None:
+        calls, loop = DriveCalls(1), asyncio.get_running_loop()
+
+        def long(beat) -> None:
+            for _ in range(5):
+                beat()
+                sleep(4)
+
+        write = asyncio.ensure_future(calls.write(long))
+        while not write.done():
+            begun = calls.oldest()
+            assert begun is None or loop.time() - begun < 5
+            await asyncio.sleep(1)
+
+    play(work)

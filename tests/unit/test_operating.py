@@ -1,0 +1,147 @@
+"""Looking after a fleet of which some do not answer, and what `kvfleet down` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvfleet import actors
+from kvfleet.cli.down import Saving, summary
+from kvfleet.cli.main import app
+from kvfleet.errors import ConfigError
+from kvfleet.node.status import NodeStatus
+from kvfleet.operating import FleetStatus, Operator, join
+
+HANGS = object()
+
+
+class Actor:
+    """Answers each call with the next of what it is given for it; `HANGS` never comes, None is a call that fails."""
+
+    def __init__(self, **answers: list[object]) -> None:
+        self._answers = answers
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: object) -> object:
+            self.calls.append(name)
+            answers = self._answers[name]
+            return answers.pop(0) if len(answers) > 1 else answers[0]
+
+        method = SimpleNamespace(remote=remote)
+        method.options = lambda **_: method
+        return method
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Operator]:
+    """`fleet(directory, **managers)`: an operator of such a fleet; `operator.waits` is how long it waited."""
+
+    def collect(calls: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
+        hangs = [key for key, call in calls.items() if call is HANGS]
+        if hangs:
+            waits.append(timeout_s)
+            clock[0] += timeout_s
+        return {key: call for key, call in calls.items() if key not in hangs}
+
+    def make(directory: Actor | None, **managers: Actor) -> Operator:
+        monkeypatch.setattr(actors, "managers", lambda name: managers)
+        monkeypatch.setattr(actors, "find_directory", lambda name: directory)
+        operator = Operator("x")
+        operator.waits = waits  # type: ignore[attr-defined]
+        return operator
+
+    waits: list[float] = []
+    clock = [0.0]
+    monkeypatch.setattr(actors, "collect", collect)
+    monkeypatch.setattr("kvfleet.operating.time", MagicMock(monotonic=lambda: clock[0]))
+    return make
+
+
+NODE = NodeStatus("aaaaaaaaaaaa", 1, "", capacity_bytes=64 << 20)
+
+
+def test_status_takes_seconds_whoever_does_not_answer(fleet):
+    operator = fleet(Actor(status=[HANGS]), a=Actor(status=[NODE]), b=Actor(status=[HANGS]), c=Actor(status=[None]))
+    assert operator.status() == FleetStatus("x", (NODE,), ("b", "c"), None)
+    assert operator.waits == [3.0]  # for all at once
+
+
+def test_saving_is_told_of_and_ends_with_the_last_that_saves(fleet):
+    slow = Actor(num_unsaved=[10, 7, 3], flush=[HANGS])
+    done = Actor(num_unsaved=[5], flush=[0])
+    operator, told = fleet(None, slow=slow, done=done), []
+    assert operator._flush(5.0, told.append) == 3
+    assert told == [15, 7, 3, 3]
+    assert sum(operator.waits) == 6.0
+    assert (slow.calls.count("flush"), done.calls) == (1, ["num_unsaved", "flush"])
+
+
+def test_a_manager_that_tells_nothing_is_not_waited_for_to_the_end(fleet):
+    hung = Actor(num_unsaved=[HANGS], flush=[HANGS])
+    starting = Actor(num_unsaved=[None, None, 6, HANGS], flush=[HANGS])
+    operator, told = fleet(None, hung=hung, starting=starting), []
+    assert operator._flush(600.0, told.append) == 6
+    assert told[-1] == 6
+    assert sum(operator.waits) < 40
+
+
+def test_a_node_is_named_by_the_beginning_of_its_id(fleet):
+    operator = fleet(None, abc1=Actor(), abd2=Actor())
+    with pytest.raises(ConfigError, match=r"^no node with a manager has an id that begins with 'x'$"):
+        operator.resume("x")
+    with pytest.raises(ConfigError, match=r"^several nodes have ids that begin with 'ab': abc1, abd2$"):
+        operator.drain("ab")
+    for arguments in ({"timeout_s": -1.0}, {"bytes_max": -1}):
+        with pytest.raises(ValueError, match="must not be negative, is -1"):
+            operator.drain("abc", **arguments)
+
+
+def test_a_fleet_that_is_gone(fleet, monkeypatch):
+    fleet(None)
+    monkeypatch.setattr("kvfleet.operating.join_ray", lambda address: False)
+    with pytest.raises(ConfigError, match=r"^no fleet 'x' is running here; `kvfleet up` starts one$"):
+        join("x")
+    done = CliRunner().invoke(app, ["down", "--name", "x"])
+    assert (done.exit_code, done.output) == (0, "fleet x does not run here: nothing to stop\n")
+    assert CliRunner().invoke(app, ["status", "--name", "x"]).exit_code == 1
+
+
+def test_down_says_what_was_saved(monkeypatch):
+    def stop(drain_timeout_s: float, on_progress: Callable[[int], None]) -> int:
+        for left in (3, 1, 1):
+            on_progress(left)
+        return 1
+
+    found = FleetStatus("x", (NODE,), (), None)
+    monkeypatch.setattr("kvfleet.operating.join", lambda *_, **__: SimpleNamespace(status=lambda: found, stop=stop))
+    done = CliRunner().invoke(app, ["down", "--name", "x"])
+    assert done.stdout == (
+        "2 blocks saved\nfleet x is stopped: 1 manager and its directory; 64.0 MiB of memory are free again\n"
+    )
+    assert done.stderr == "1 block could not be saved in time\n"
+
+
+def test_what_is_left_of_a_silent_manager_is_said():
+    found = FleetStatus("x", (NODE,), ("bbbbbbbbbbbb",), None)
+    assert list(summary(found, 0, 0)) == [
+        "fleet x is stopped: 2 managers and its directory; 64.0 MiB of memory are free again",
+        "bbbbbbbb: its manager did not answer; the next fleet that starts there frees its memory",
+    ]
+    assert next(summary(FleetStatus("x", (), ("b",), None), 0, 0)) == "fleet x is stopped: 1 manager and its directory"
+
+
+def test_saving_is_a_bar_on_a_terminal():
+    for terminal in (True, False):
+        console = Console(force_terminal=terminal, width=60)
+        with console.capture() as capture, Saving(console) as saving:
+            for left in (1200, 800):
+                saving.show(left)
+        assert saving.first == 1200
+        assert ("400/1200" in capture.get()) is terminal
