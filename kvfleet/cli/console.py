@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvfleet.errors import KvFleetError
 from kvfleet.explain import show_bytes, show_count
@@ -46,5 +47,5 @@ def plain_errors() -> Iterator[None]:
         )
     else:
         return
-    Console(stderr=True).print(f"[red]kvfleet:[/red] {problem}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[red]kvfleet:[/red] {escape(problem)}", highlight=False, soft_wrap=True)
     raise typer.Exit(1)

@@ -158,7 +158,11 @@ class Catalog:
 
     def unknown(self, rows: ObjectRows) -> ObjectRows:
         """Those of some rows whose objects are not known."""
-        return rows[~self._found(rows, lambda known: known["bytes"] > 0)]
+        return rows[~self.knows(rows)]
+
+    def knows(self, rows: ObjectRows) -> Flags:
+        """Which of some objects are known."""
+        return self._found(rows, lambda known: known["bytes"] > 0)
 
     def still_deleting(self, rows: ObjectRows) -> Flags:
         """Which of some objects are to be deleted."""

@@ -55,6 +55,7 @@ class Delta:
         digest: of all the node's records after this delta, or None.
         not_admitted: packed records that clients wanted to store here and could not. A hint: it may be lost.
         objects: packed rows (`objectrows.ROW`) of objects that were written to the shared tier, or used.
+        may_keep: the sender reaches the shared tier: it may be named to keep its catalog.
     """
 
     node: NodeId
@@ -69,6 +70,7 @@ class Delta:
     objects: bytes = b""
     shared_lost: bytes = b""
     shared_dropped: bytes = b""
+    may_keep: bool = True
 
     @property
     def num_records(self) -> int:

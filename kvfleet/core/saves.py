@@ -86,8 +86,9 @@ class Saves:
                     self._want(key, shard, tier)
 
     def requeue(self, tier: LowerTier) -> None:
-        """Queue all that has no copy in a tier, also what its gate refused before."""
-        for key, shard, _ in self._residents.records():
+        """Queue all that has no copy in a tier, also what its gate refused or what could not be demoted before."""
+        for key, shard, record in self._residents.records():
+            record.given_up = tuple(other for other in record.given_up if other != tier)
             self._want(key, shard, tier)
 
     def _want(self, key: BlockKey, shard: int, tier: LowerTier) -> None:

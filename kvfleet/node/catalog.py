@@ -42,7 +42,6 @@ _PAGE_ROWS = 1 << 14
 _CALLS = 8  # to the storage at once, to delete
 _MARK_MAX = 1 << 16  # chosen at once: a second of work among a million objects
 _DELETE_MAX = 2048  # told and deleted together
-_ANNOUNCED_MAX = 4 * _DELETE_MAX
 _PAUSE_MAX_S = 30.0
 
 
@@ -112,6 +111,7 @@ class CatalogKeeper:
                 self.problem, pause_s = "", self._config.heartbeat_s
             except StaleEpochError as error:
                 _log.info("another node keeps the catalog of the shared tier: %s", error)
+                self._named.clear()  # the directory names us again if it was the other that is out of date
                 self._book = None
             except KvFleetError as error:
                 self.problem = str(error)
@@ -157,10 +157,16 @@ class CatalogKeeper:
                 await self._write(book)
 
     async def _heard(self, book: CatalogBook, rows: ObjectRows) -> ObjectRows:
-        """Look whether what was stored again, of what we were about to delete, was deleted after that."""
+        """Look whether what was stored, of what was said to be gone, is there: the row may be older than that.
+
+        Likewise what was used and is not known: it may have been a copy that a node still has.
+        """
+        book.announce(rows[rows["bytes"] == 0])
         records = split_records(record_ids(rows))
         ours = np.fromiter((record in book.announced for record in records), np.bool_, len(records))
-        again = np.flatnonzero(ours & (rows["bytes"] > 0) & (rows["stored_at"] > 0))
+        ours &= rows["bytes"] > 0
+        stored = rows["stored_at"] > 0
+        again = np.flatnonzero(ours & (stored | ~book.catalog.knows(rows)))
         stays: Flags = np.ones(len(rows), np.bool_)
         found = list[int]()
         await self._each(rows[again], self._is_there, found)
@@ -168,9 +174,10 @@ class CatalogKeeper:
         for number, index in enumerate(again.tolist()):
             if number in there:
                 self._publisher.shared(records[index], present=True)
-            else:
+                continue
+            stays[index] = False
+            if stored[index]:
                 self._publisher.lost(records[index])
-                stays[index] = False
         return rows[stays]
 
     async def _write(self, book: CatalogBook) -> None:
@@ -211,11 +218,9 @@ class CatalogKeeper:
 
     async def _announce(self, book: CatalogBook, doomed: ObjectRows) -> None:
         """Tell the directory and the manifests that some objects go; who stores one meanwhile, keeps it."""
+        book.announce(doomed)
         for record in split_records(record_ids(doomed)):
-            book.announced[record] = None
             self._publisher.dropped(record)
-        while len(book.announced) > _ANNOUNCED_MAX:
-            del book.announced[next(iter(book.announced))]
         await self._flush()
         book.changes.append(doomed)
         await self._write(book)

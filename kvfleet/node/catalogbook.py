@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from itertools import islice
 
 import numpy as np
 from typing_extensions import Self
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.catalog import Catalog
-from kvfleet.core.objectrows import ROW, ObjectRows
+from kvfleet.core.inventory import split_records
+from kvfleet.core.objectrows import ROW, ObjectRows, record_ids
 from kvfleet.node.listing import listed_rows
 from kvfleet.node.manifests import ManifestReader
 from kvfleet.node.manifestwriter import APPEND_ROWS_MAX, ManifestWriter
@@ -18,6 +20,7 @@ from kvfleet.node.shared import SharedTier
 __all__ = ["CatalogBook"]
 
 _log = logging.getLogger(__name__)
+_ANNOUNCED_MAX = 8192
 
 
 class CatalogBook:
@@ -35,7 +38,7 @@ class CatalogBook:
         stored_bytes: of objects that were stored since the last append, and between that and the one before.
         told: whether a directory was told what is there.
         appended_at: seconds, by the loop's clock.
-        announced: the last records that were told to be gone, to delete them.
+        announced: the last records that were said to be gone, or to go, also to an earlier keeper.
     """
 
     def __init__(self, writer: ManifestWriter, catalog: Catalog) -> None:
@@ -64,9 +67,10 @@ class CatalogBook:
         writer = ManifestWriter(shared.objects, config.listing_records_max)
         catalog = Catalog(config.listing_records_max)
         reader = ManifestReader(shared.objects)
+        book = cls(writer, catalog)
         for rows in reader.read():
             catalog.apply(rows)
-        book = cls(writer, catalog)
+            book.announce(rows[(rows["bytes"] == 0) | (rows["deleting"] == 1)])
         if not writer.has_snapshot or reader.skipped.total():
             _log.info("the shared tier is listed: %s", dict(reader.skipped) or "there are no manifests")
             book._list(shared, config.listing_records_max)
@@ -81,6 +85,12 @@ class CatalogBook:
                 self.append()
         self.append()
         self._writer.compact(doubting=False)
+
+    def announce(self, rows: ObjectRows) -> None:
+        """Some objects are gone, or go: what is said of them from now on may be older than that."""
+        self.announced.update(dict.fromkeys(split_records(record_ids(rows))))
+        for record in list(islice(self.announced, max(0, len(self.announced) - _ANNOUNCED_MAX))):
+            del self.announced[record]
 
     @property
     def num_changes(self) -> int:

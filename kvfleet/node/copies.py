@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import BlockKey
 from kvfleet.errors import KvFleetError
-from kvfleet.node.drive import pages
 from kvfleet.node.inspectarena import check_blocks
 from kvfleet.node.inspecting import BLOCK_BYTES_MAX, inspect_bytes
 from kvfleet.node.landing import settle
@@ -47,7 +46,7 @@ class Copy:
 
 
 async def copies_here(node: Node, key: BlockKey) -> list[Copy]:
-    """Read the copies that a node has in its memory and on its drives. A bad one on a drive is dropped by that."""
+    """Read the copies that a node has in its memory and on its drives. None is dropped, good or bad."""
     found = await settle(None, lambda: _in_arena(node, key))
     if node.nvme is not None:
         for shard in range(_SHARDS_MAX):
@@ -74,10 +73,8 @@ async def _on_drives(node_id: str, nvme: NvmeTier, key: BlockKey, shard: int) ->
     stored = nvme.find(key, shard)
     if stored is None:
         return []
-    problem = ""
     try:
-        found = await nvme.read(key, shard, pages(stored.num_bytes), 1)
-        problem = "" if found is not None else "it went while it was looked at"
+        problem = await nvme.problem_of(key, shard)
     except KvFleetError as error:
         problem = str(error)
     return [Copy(node_id, "nvme", shard, stored.num_bytes, f"{stored.checksum:016x}", problem)]

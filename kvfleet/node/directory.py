@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvfleet.config import FleetConfig
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _CLAIMS_MAX = 200_000
 _CLAIM_S = 60.0  # to write what one claim names takes seconds; who has died with it holds others up for so long
 _LOST_MAX = 10_000  # of each node
+_DELETED_MAX = 4096  # fewer than a keeper remembers
 _MAIL_ROWS_MAX = 1 << 18  # rows of 71 bytes that wait for the keeper
 _KEEPER_HEARTBEATS = 10  # a keeper that says nothing for so long, and a call's time, is replaced
 _RAY_TIMEOUT_S = 5.0  # a longer answer of Ray's control plane is waited for again, a heartbeat later
@@ -80,6 +81,7 @@ class DirectoryService:
         self._claims = Claims(_CLAIMS_MAX, _CLAIM_S)
         self._lost = Notices(_LOST_MAX)
         self._dropped = Notices(_LOST_MAX)
+        self._deleted: dict[bytes, None] = {}  # by the keeper, the last ones
         self._mailed: dict[NodeId, tuple[int, int, int | None]] = {}  # epoch, number, position of the last delta
         self._keeper: tuple[NodeId, int] | None = None
         self._keeper_until = 0.0
@@ -113,16 +115,34 @@ class DirectoryService:
     async def apply(self, delta: Delta) -> DeltaReply:
         """A manager's changes. BUSY: they are many, and too many messages wait."""
         if delta.num_records > _SMALL_RECORDS:
-            applied = await self._in_turn(partial(self._directory.apply, delta))
+            applied = await self._in_turn(lambda: self._directory.apply(self._believable(delta)))
         else:
-            applied = self._directory.apply(delta)
-        keeper = applied is not Applied.STALE_EPOCH and self._choose_keeper(delta.node, delta.epoch)
+            applied = self._directory.apply(self._believable(delta))
+        may_keep = applied is not Applied.STALE_EPOCH and delta.may_keep
+        keeper = may_keep and self._choose_keeper(delta.node, delta.epoch)
         position = self._post(delta) if applied is Applied.OK else None
         self._claims.end(split_records(delta.shared_added))
         self._tell_holders(delta)
         message = delta.epoch, delta.seq
         lost, dropped = (notices.take(delta.node, message) for notices in (self._lost, self._dropped))
         return DeltaReply(applied, self._life, keeper, self._listed, position, self._mailbox.written, lost, dropped)
+
+    def _believable(self, delta: Delta) -> Delta:
+        """What a delta says, but not that an object is there which the keeper has deleted: that may be old news.
+
+        The keeper looks whether such an object was stored again, and says so. One that is it no more has no word.
+        """
+        added = split_records(delta.shared_added)
+        if self._keeper != (delta.node, delta.epoch):
+            late = self._deleted.keys() & added
+            left = (record for record in added if record not in late)
+            return replace(delta, shared_added=b"".join(left)) if late else delta
+        for record in added:
+            self._deleted.pop(record, None)
+        self._deleted |= dict.fromkeys(split_records(delta.shared_dropped))
+        while len(self._deleted) > _DELETED_MAX:
+            del self._deleted[next(iter(self._deleted))]
+        return delta
 
     def _tell_holders(self, delta: Delta) -> None:
         """Have who holds a block told that its copy in the shared tier is gone."""

@@ -22,7 +22,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -279,9 +279,9 @@ class Drive:
         """Note last accesses: see `DriveIndex.touch`."""
         self._index.touch(uses)
 
-    def indexed(self) -> dict[bytes, Entry | None]:
-        """What the index on the medium says. Raises TierUnavailableError."""
-        return dict(self._index.entries())
+    def indexed(self) -> Iterator[tuple[bytes, Entry | None]]:
+        """What the index on the medium says: see `DriveIndex.entries`. Raises TierUnavailableError."""
+        return self._index.entries()
 
     @property
     def direct(self) -> bool:

@@ -16,7 +16,7 @@ from kvfleet.errors import CorruptBlockError, TierError, TierFullError, TierUnav
 from kvfleet.node.codecs import codec_of
 from kvfleet.node.drive import Drive, moment
 from kvfleet.node.drivecalls import DriveCalls
-from kvfleet.node.drivedoctor import examine
+from kvfleet.node.drivedoctor import examine, problem_of
 from kvfleet.node.driveentry import Entry
 from kvfleet.node.drivejobs import Write
 from kvfleet.node.drivestatus import DriveCounts, DriveReport
@@ -141,7 +141,7 @@ class DriveAtWork:
         self._writer.fail(error)
 
     async def take_out(self) -> None:
-        """After a failure: tell that what it had is gone, and wait until it answers all that was asked."""
+        """At the end of it: tell that what it had is gone, and wait until it answers all that was asked."""
         await self._tell(present=False)
         await self._calls.idle()
 
@@ -152,14 +152,18 @@ class DriveAtWork:
             save: what is to be saved of it; not if it failed.
         """
         await self._calls.idle()
-        drive, uses = self.drive, self._watch.take_uses()
-        state, deleted = drive.budget.state(moment(), closing=True), list(drive.books.deleted)
+        drive, uses, deleted = self.drive, self._watch.take_uses(), list(self.drive.books.deleted)
+        if not drive.budget.allows(drive.cost(len(uses) + len(deleted)), moment().monotonic_s):
+            uses = {}
+        if save:
+            drive.budget.charge(drive.cost(len(uses) + len(deleted)), moment().monotonic_s)
+        state = drive.budget.state(moment(), closing=True)
 
         def work() -> None:
             try:
                 if save:
-                    drive.touch(uses)
                     drive.apply(delete=deleted, budget=state)
+                    drive.touch(uses)
             except TierError as error:
                 _log.warning("%s: its last uses are not saved: %s", drive.directory, error)
             finally:
@@ -229,6 +233,10 @@ class DriveAtWork:
         self.touch(key, now())
         return checksum
 
+    async def problem_of(self, entry: Entry) -> str:
+        """See `drivedoctor.problem_of`."""
+        return await problem_of(self.drive, self._calls, entry)
+
     def touch(self, key: BlockKey, at: float) -> None:
         """Note a use of a block; one that is not here is ignored."""
         self._watch.touch(key, at)
@@ -243,4 +251,4 @@ class DriveAtWork:
         Raises:
             TierUnavailableError: the drive failed.
         """
-        return await examine(self.drive, self._calls, self._writer.forget if repair else None)
+        return await examine(self.drive, self._calls, self._writer.forget if repair else None, self.unreadable)

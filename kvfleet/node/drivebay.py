@@ -29,7 +29,7 @@ __all__ = ["DriveBay"]
 _log = logging.getLogger(__name__)
 
 _RETRY_S = (1.0, 60.0)
-_CLOSE_TIMEOUT_S = 8.0
+_CLOSE_TIMEOUT_S = 3.0
 
 
 class DriveBay:
@@ -144,6 +144,7 @@ class DriveBay:
             works = self.at_work.works
             self.at_work.fail(TierUnavailableError(TIER, "the tier is closed"))
             await self.at_work.close(save=works)
+            await self.at_work.take_out()
             self.at_work = None
 
     def entry(self, record: bytes) -> Entry | None:

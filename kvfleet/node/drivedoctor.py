@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from itertools import islice
 
 from kvfleet.core.block import KEY_BYTES, BlockKey
-from kvfleet.errors import CorruptBlockError
+from kvfleet.errors import CorruptBlockError, TierUnavailableError
 from kvfleet.node.drive import Drive, pages
 from kvfleet.node.drivecalls import DriveCalls
 from kvfleet.node.driveentry import Entry
 from kvfleet.node.drivestatus import DriveReport
 
-__all__ = ["examine"]
+__all__ = ["examine", "problem_of"]
+
+_ENTRIES_AT_ONCE = 16_384  # read from an index in one call
 
 
-async def examine(drive: Drive, calls: DriveCalls, forget: Callable[[BlockKey], bool] | None) -> DriveReport:
+async def examine(
+    drive: Drive, calls: DriveCalls, forget: Callable[[BlockKey], bool] | None, unreadable: set[bytes]
+) -> DriveReport:
     """Compare books, index and slots of a drive that is in use, reading one block at a time.
 
     Args:
         drive: to look at.
         calls: to it.
         forget: drops a block; None to repair nothing.
+        unreadable: gets the record whose slot could not be read.
 
     Raises:
         TierUnavailableError: the drive failed.
@@ -32,7 +37,12 @@ async def examine(drive: Drive, calls: DriveCalls, forget: Callable[[BlockKey], 
         if drive.books.entries.get(entry.record) is entry:
             num_blocks += 1
             num_bytes += entry.coded_bytes
-            if not await _sound(drive, calls, entry):
+            try:
+                problem = await problem_of(drive, calls, entry)
+            except TierUnavailableError:
+                unreadable.add(entry.record)
+                raise
+            if problem:
                 corrupt.append(entry)
     unknown, unspoken, others = await _differences(drive, calls)
     findings = [
@@ -52,17 +62,21 @@ async def examine(drive: Drive, calls: DriveCalls, forget: Callable[[BlockKey], 
     return DriveReport(str(drive.directory), "", num_blocks, num_bytes, names, tuple(findings), repaired)
 
 
-async def _sound(drive: Drive, calls: DriveCalls, entry: Entry) -> bool:
-    """Whether a slot holds its block. True as well if it went meanwhile."""
+async def problem_of(drive: Drive, calls: DriveCalls, entry: Entry) -> str:
+    """Why a slot does not hold its block; "" if it does, or if the block went meanwhile. Nothing is dropped.
+
+    Raises:
+        TierUnavailableError: the drive failed.
+    """
     key = BlockKey(entry.key)
     drive.books.placement.hold(key)
     try:
         await calls.read(lambda: drive.read(entry, pages(entry.num_bytes)))
-    except CorruptBlockError:
-        return drive.books.entries.get(entry.record) is not entry
+    except CorruptBlockError as error:
+        return str(error) if drive.books.entries.get(entry.record) is entry else ""
     finally:
         drive.books.placement.release(key)
-    return True
+    return ""
 
 
 async def _differences(drive: Drive, calls: DriveCalls) -> tuple[list[bytes], list[bytes], list[bytes]]:
@@ -72,7 +86,10 @@ async def _differences(drive: Drive, calls: DriveCalls) -> tuple[list[bytes], li
     """
     before = dict(drive.books.entries)
     going = set(drive.books.deleted)
-    indexed = await calls.look(partial(drive.indexed))
+    entries, indexed = drive.indexed(), dict[bytes, Entry | None]()
+    # Not all in one call, that a large drive is not taken for one that hangs.
+    while some := await calls.look(lambda: list(islice(entries, _ENTRIES_AT_ONCE))):
+        indexed.update(some)
     after, going = drive.books.entries, going | drive.books.deleted
     known = before.keys() | after.keys() | going
     unknown = [record for record in indexed if record not in known and not _pending(drive, record)]

@@ -60,4 +60,6 @@ class DriveReads(ReadAhead):
 
     @override
     def _landed(self, slots: BlockSlots, index: int) -> None:
-        slots.dram.placement.saved(slots.keys[index], slots.request.shard, "nvme")
+        key, shard = slots.keys[index], slots.request.shard
+        if self._nvme.find(key, shard) is not None:  # the drive may have lost it, or gone, since it was read
+            slots.dram.placement.saved(key, shard, "nvme")

@@ -91,7 +91,9 @@ class DriveWatch:
             entry = drive.books.entries.get(record_id(key, shard))
             if entry is not None:
                 # Those that build on it count as used a little earlier: they are to go first, on whichever drive.
-                time = max(0.0, drive.budget.elapsed_s(at) - _EARLIER_BY_DEPTH_S * entry.depth)
+                # Readers say when: that moves no clock of the budget's.
+                elapsed = drive.budget.elapsed_s(now()) + at - now()
+                time = max(0.0, elapsed - _EARLIER_BY_DEPTH_S * entry.depth)
                 drive.books.placement.touch(key, time)
                 self._uses[entry.record] = int(time * NS)
 

@@ -33,6 +33,7 @@ class Findings:
         problems: why it is not sound; empty if it is, as far as it was looked at.
         checked: how that was found out, or what was not looked at.
         whole: all of it was looked at.
+        foreign: it is of a version or codec that is not known here, and may be sound.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Findings:
     problems: tuple[str, ...] = ()
     checked: str = ""
     whole: bool = True
+    foreign: bool = False
 
     @property
     def sound(self) -> bool:
@@ -80,7 +82,7 @@ def _block(data: bytes, path: str) -> Findings:
     except CorruptBlockError as error:
         return Findings(kind, problems=(error.detail,))
     except LayoutMismatchError as error:
-        return Findings("a block's object of another version", problems=(str(error),))
+        return Findings("a block's object of another version", problems=(str(error),), foreign=True)
     facts = (
         ("key", header.key.hex()),
         ("shard", f"{header.shard} of {header.num_shards}"),
@@ -90,14 +92,19 @@ def _block(data: bytes, path: str) -> Findings:
         ("checksum", f"xxh3-64:{checksum:016x}"),
         ("version", str(header.version)),
     )
+    foreign = False
     try:
+        if BlockLayout.from_json(header.layout_json).block_bytes != header.num_bytes:
+            raise ValueError("blocks of another length")
         decode(data, header)
         problems = _misnamed(header, path)
     except CorruptBlockError as error:
         problems = (error.detail,)
     except LayoutMismatchError as error:
-        problems = (f"it cannot be checked here: {error}",)
-    return Findings(kind, facts, problems, "all bytes have their checksum")
+        problems, foreign = (f"it cannot be checked here: {error}",), True
+    except (ValueError, TypeError, KeyError) as error:
+        problems = (f"its layout is not that of the block: {error}",)
+    return Findings(kind, facts, problems, "all bytes have their checksum", foreign=foreign)
 
 
 def _misnamed(header: BlockHeader, path: str) -> tuple[str, ...]:

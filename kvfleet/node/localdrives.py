@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES, BlockKey
 from kvfleet.node.dram import DramTier
@@ -56,6 +58,5 @@ class LocalDrives:
 
     async def end(self) -> None:
         """Let what is under way end, and close the drives. `NvmeTier.run` goes on until then."""
-        await self.reads.end()
-        await self.spiller.settle()
+        await asyncio.gather(self.reads.end(), self.spiller.settle())
         await self.nvme.close()

@@ -209,6 +209,7 @@ class ManifestWriter:
             names = (*(file.name for file in parts), file_name(self.epoch, self._current.seq + 1))
             replaced = (*undeleted, *old.orphans, *(file.name for file in old.files))
             parts.append(self._put(maker, About(True, names, replaced[-_ORPHANS_MAX:])))
+            self._fence()  # again: all that was read and written took its time
         except TierError:
             self._orphan([file.name for file in parts])
             raise

@@ -57,6 +57,8 @@ class Node:
             home.node_id, home.epoch, link, config, holdings=self.dram.holdings, on_reply=lower.hear
         )
         lower.join(self.dram, self.publisher, link, home)
+        if lower.endpoint is not None:
+            self.publisher.may_keep = lower.endpoint.works.is_set
         self.saver, self.endpoint, self.catalog = lower.saver, lower.endpoint, lower.catalog
         self._admitter = Admitter(self.dram, lower.move)
         lower.on_moved(self._admitter.freed)

@@ -29,7 +29,7 @@ __all__ = ["DriveReport", "DriveStatus", "NvmeTier", "Stored"]
 
 _log = logging.getLogger(__name__)
 _OPEN_TIMEOUT_S = 30.0  # the node does not wait longer for a drive that does not open
-_CLOSE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 4.0
 _ALL_USES = 1 << 30
 
 Bytes = npt.NDArray[np.uint8]
@@ -56,7 +56,7 @@ class NvmeTier:
             drives: each in a directory of its own.
             config: for the limits and the codec.
         """
-        self.on_change: Callable[[Stored, bool], None] = lambda stored, present: None
+        self.on_change: Callable[[Stored, bool], None] = _untold
         self.opened = asyncio.Event()
         self._queue_bytes_max = config.nvme_queue_bytes_max
         self._tick_s = config.heartbeat_s
@@ -109,10 +109,19 @@ class NvmeTier:
                     _log.warning("%s is %s", bay.config.directory, "fast again" if slow else "slow: no more writes")
 
     async def close(self) -> None:
-        """Close all drives, with what is to be saved of them; a drive that hangs is left as it is."""
+        """Close all drives, with what is to be saved of them; a drive that hangs is left as it is.
+
+        Nobody is told of what cannot be read any more: the node ends.
+        """
+        self.on_change = _untold
         self._end()
         if self._runs:
             await asyncio.wait(self._runs, timeout=_CLOSE_TIMEOUT_S)
+
+    @property
+    def num_working(self) -> int:
+        """How many drives can be used, as far as is known."""
+        return sum(bay.works for bay in self._bays)
 
     def _changed(self, bay: DriveBay, entry: Entry, present: bool) -> None:
         """A drive has a record, or has it no more."""
@@ -245,6 +254,18 @@ class NvmeTier:
 
     # For operators
 
+    async def problem_of(self, key: BlockKey, shard: int) -> str:
+        """Read a block and say why it is not sound; "" if it is, or if it is not here. Nothing is dropped.
+
+        Raises:
+            TierUnavailableError: the drive failed.
+        """
+        found = self._find(key, shard)
+        if found is None:
+            return ""
+        assert found[0].at_work is not None, "what was told of is there"
+        return await found[0].at_work.problem_of(found[1])
+
     def status(self) -> tuple[DriveStatus, ...]:
         """How the drives are."""
         return tuple(bay.status() for bay in self._bays)
@@ -262,3 +283,7 @@ class NvmeTier:
         findings = [line for bay in self._bays for line in bay.audit()]
         findings += [f"{record.hex()}: told, but gone" for record, bay in self._told.items() if not bay.entry(record)]
         return findings
+
+
+def _untold(stored: Stored, present: bool) -> None:
+    """Nobody has to know."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
+from kvfleet.core.inventory import split_records
+from kvfleet.core.objectrows import rows_of
+
 __all__ = ["USE_S", "Outbox", "Uses"]
 
 USE_S = 3600.0  # at most so often a use of a record is told
@@ -33,7 +36,8 @@ class Outbox:
     """The last row of each record, at most 100,000 of them; more are not kept, and counted.
 
     Rows wait, then fly with a delta, then lie in the directory's mailbox until the keeper of the catalog has them in a
-    manifest. If the directory loses its mailbox, they wait again.
+    manifest. If the directory loses its mailbox, they wait again; but not those of objects that have gone since: who
+    keeps the catalog then may know nothing of them, and would believe it.
 
     Attributes:
         dropped: rows for which there was no room. Their objects are not known after a restart of the fleet.
@@ -44,6 +48,7 @@ class Outbox:
         self._flying: dict[bytes, bytes] = {}
         self._posted: deque[tuple[int, dict[bytes, bytes]]] = deque()
         self._num_posted = 0
+        self._gone: dict[bytes, None] = {}  # of these nothing that was said before is said again; oldest first
         self._life = 0  # of the directory that has what is posted
         self.dropped = 0
 
@@ -60,12 +65,23 @@ class Outbox:
         """Say something of a record, in place of what was to be said before."""
         if record in self._waiting or len(self) < _RECORDS_MAX:
             self._waiting[record] = row
+            self._gone.pop(record, None)
         else:
             self.dropped += 1
 
     def forget(self, record: bytes) -> None:
-        """The record is gone: nothing that waits is to be said of it."""
+        """The record is gone: nothing that waits, or has to be said again, is to be said of it."""
         self._waiting.pop(record, None)
+        if self._flying or self._posted:
+            self._gone[record] = None
+            if len(self._gone) > _RECORDS_MAX:
+                del self._gone[next(iter(self._gone))]
+
+    def heard_gone(self, records: bytes) -> None:
+        """The directory says that packed records were gone. What it has not heard yet may be newer, and is said."""
+        for record in split_records(records):
+            if record not in self._waiting and record not in self._flying:
+                self.forget(record)
 
     def take(self, limit: int) -> bytes:
         """At most so many rows, for the next delta."""
@@ -76,7 +92,7 @@ class Outbox:
         return b"".join(self._flying.values())
 
     def landed(self, life: int, position: int | None, written: int) -> list[bytes]:
-        """A directory has the delta. Returns the records of which it has lost what was said before.
+        """A directory has the delta. Returns the records of which it has lost that they were stored.
 
         Args:
             life: of the directory.
@@ -87,8 +103,7 @@ class Outbox:
         if life != self._life:
             self._life = life
             for _, rows in reversed(self._posted):
-                again += rows
-                self._wait_again(rows)
+                again += self._wait_again(rows)
             self._posted.clear()
             self._num_posted = 0
         flying, self._flying = self._flying, {}
@@ -99,6 +114,8 @@ class Outbox:
             self._wait_again(flying)
         while self._posted and self._posted[0][0] <= written:
             self._num_posted -= len(self._posted.popleft()[1])
+        if not self._posted:
+            self._gone.clear()
         return again
 
     def lost(self) -> None:
@@ -106,7 +123,10 @@ class Outbox:
         flying, self._flying = self._flying, {}
         self._wait_again(flying)
 
-    def _wait_again(self, rows: dict[bytes, bytes]) -> None:
-        """Put rows back; later ones of their records stay."""
-        for record, row in rows.items():
+    def _wait_again(self, rows: dict[bytes, bytes]) -> list[bytes]:
+        """Put rows back; later ones of their records stay. Returns the records of objects that were stored."""
+        left = {record: row for record, row in rows.items() if record not in self._gone}
+        for record, row in left.items():
             self._waiting.setdefault(record, row)
+        stored = rows_of(b"".join(left.values()))["stored_at"] > 0
+        return [record for record, was_stored in zip(left, stored.tolist(), strict=True) if was_stored]

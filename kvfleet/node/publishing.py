@@ -56,6 +56,7 @@ class Publisher:
 
     Attributes:
         node: the one whose holdings it tells of.
+        may_keep: whether this node may be named to keep the catalog of the shared tier.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Publisher:
         self._config = config
         self._holdings = holdings
         self._on_reply = on_reply
+        self.may_keep: Callable[[], bool] = lambda: True
         self._seq = 0
         self._shared: dict[bytes, bool] = {}
         self._lost: dict[bytes, None] = {}  # of those that are not there
@@ -214,6 +216,7 @@ class Publisher:
             reply = await self._link.apply(self._unacked, CALL_TIMEOUT_S)
             self.directory_life = reply.life
             self._on_reply(reply)
+            self._outbox.heard_gone(reply.lost + reply.dropped)
             if reply.applied is Applied.OK:
                 self._unacked = None
                 for record in self._outbox.landed(reply.life, reply.position, reply.written):
@@ -243,11 +246,10 @@ class Publisher:
         for record in lost:
             del self._lost[record]
         self._seq += 1
-        added = [r for r, here in held.items() if here]
-        removed = [r for r, here in held.items() if not here]
         return Delta(
             node=self.node, epoch=self._epoch, seq=self._seq,
-            added=b"".join(added), removed=b"".join(removed),
+            added=b"".join(r for r, here in held.items() if here),
+            removed=b"".join(r for r, here in held.items() if not here),
             shared_added=b"".join(r for r, here in shared.items() if here),
             shared_removed=b"".join(gone),
             digest=self._holdings.digest() if not self._holdings.num_changes else None,
@@ -255,6 +257,7 @@ class Publisher:
             objects=self._outbox.take(0 if self._shared else limit),  # what is deleted was known to be there before
             shared_lost=b"".join(lost),
             shared_dropped=b"".join(dropped),
+            may_keep=self.may_keep(),
         )  # fmt: skip
 
     async def _resync(self) -> None:
@@ -289,6 +292,7 @@ class Publisher:
             for record in split_records(packed):
                 self._shared.setdefault(record, present)
         self._dropped |= dict.fromkeys(split_records(delta.shared_dropped))
+        self._lost |= dict.fromkeys(split_records(delta.shared_lost))
 
 
 def _wall_ms() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 
 from kvfleet.errors import DeadlineExceededError
 from kvfleet.node.dram import Granted
@@ -40,6 +40,7 @@ class ReadAhead:
         self._inflight_max = inflight_max
         self._wait_s = patience_s
         self._overdue: set[_Read] = set()
+        self._queued: set[_Read] = set()  # not begun: they wait for a place
         self._places = asyncio.Semaphore(inflight_max)
         self._adopted: set[asyncio.Task[None]] = set()
 
@@ -80,7 +81,7 @@ class ReadAhead:
                     continue
                 await asyncio.wait({reads[0][1]}, timeout=self._wait_s)
                 if not reads[0][1].done():
-                    self._give_up(reads[0][1])
+                    self._give_up([read for _, read in reads])
                     yield Miss.TOO_SLOW
                     return
                 miss = reads.popleft()[1].result()
@@ -92,7 +93,7 @@ class ReadAhead:
                 finally:
                     slots.release(due)
         finally:
-            # Reads under way go on by themselves: their threads still write to their slots.
+            # Reads under way go on by themselves: their threads still write to their slots. Others keep no slot.
             for abandoned, read in reads:
                 self._adopt(slots, abandoned, read)
 
@@ -104,12 +105,16 @@ class ReadAhead:
                 raise
             return None
 
-    def _give_up(self, read: _Read) -> None:
-        self._overdue.add(read)
-        read.add_done_callback(self._overdue.discard)
+    def _give_up(self, reads: Iterable[_Read]) -> None:
+        for read in reads:
+            if read not in self._queued:
+                self._overdue.add(read)
+                read.add_done_callback(self._overdue.discard)
 
     def _adopt(self, slots: BlockSlots, index: int, read: _Read) -> None:
         """Let a read end without its load."""
+        if read in self._queued:
+            read.cancel()
         task = asyncio.create_task(self._see_off(slots, index, read))
         self._adopted.add(task)
         task.add_done_callback(self._adopted.discard)
@@ -119,15 +124,21 @@ class ReadAhead:
             slots.release(index)
 
     async def end(self) -> None:
-        """Wait for the reads that no load waits for."""
-        await asyncio.gather(*self._adopted, return_exceptions=True)
+        """Wait for the reads that no load waits for; where they have no end of their own, as long as a load would."""
+        if self._adopted:
+            await asyncio.wait(self._adopted, timeout=self._wait_s)
 
     async def _read(self, slots: BlockSlots, index: int, granted: Granted, fill: Fill) -> Miss | None:
         got: int | Miss = Miss.UNREACHABLE
+        this: _Read | None = asyncio.current_task()
+        assert this is not None, "each read is a task"
+        self._queued.add(this)
         try:
             async with self._places:
+                self._queued.discard(this)
                 got = await fill(index, slots.view(granted))
         finally:
+            self._queued.discard(this)
             if isinstance(got, Miss):
                 slots.abort(granted)
         if isinstance(got, Miss):

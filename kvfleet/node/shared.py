@@ -84,6 +84,11 @@ class SharedTier:
         self._objects.delete(path, timeout_s)
         if found != data:
             raise TierUnavailableError(_TIER, f"{self._objects.name}: an object was not read as it was written")
+        try:
+            self._objects.get(path, 1, timeout_s)
+        except TierUnavailableError as error:
+            advice = "; S3 refuses to say that an object is missing without the permission s3:ListBucket"
+            raise TierUnavailableError(_TIER, f"{error.detail}{advice}") from error
 
     def probe_reads(self, timeout_s: float) -> None:
         """Have an answer from the storage: ask for an object that is not there.

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from concurrent.futures import Executor
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from kvfleet.core.breaker import Breaker
 from kvfleet.core.objectrows import SharedObject
@@ -57,6 +57,7 @@ class SharedWrites:
         self._executor = executor
         self._places = {kind: asyncio.Semaphore(inflight_max) for kind in ("save", "demote")}
         self._demotions = Breaker(*_DEMOTION_PAUSES_S)  # a tier that is slow, and works, is waited for now and then
+        self._begun: set[asyncio.Future[Any]] = set()  # tasks whose thread is writing
         self._late: set[asyncio.Future[End]] = set()
         self.budget: SaveBudget | None = None
         self.blocks = 0
@@ -81,14 +82,15 @@ class SharedWrites:
         if self.paused or not endpoint.allows("write") or not self._demotions.allows(begun):
             return "later"
         save = asyncio.ensure_future(self._save(endpoint, transfer))
+        self._late.add(save)
+        save.add_done_callback(self._late.discard)
         await asyncio.wait({save}, timeout=_DEMOTION_TIMEOUT_S)
         if save.done():
             self._demotions.worked()
             return save.result()
         self._demotions.failed(now())
-        save.cancel()
-        self._late.add(save)
-        save.add_done_callback(self._late.discard)
+        if save not in self._begun:
+            save.cancel()  # else it goes on, to tell of its object: one that nobody knows of would stay for ever
         endpoint.gave_up("write", begun, f"a write took longer than {_DEMOTION_TIMEOUT_S} s")
         return "later"
 
@@ -100,7 +102,13 @@ class SharedWrites:
             budget = self.budget
             if budget is not None and not budget.take(record.length, now()):
                 return "later"
-            end = await self._write(endpoint, transfer, record)
+            task = asyncio.current_task()
+            assert task is not None
+            self._begun.add(task)
+            try:
+                end = await self._write(endpoint, transfer, record)
+            finally:
+                self._begun.discard(task)
             if budget is not None and end != "saved":
                 budget.give_back(record.length)
         return end

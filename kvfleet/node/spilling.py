@@ -70,8 +70,12 @@ class Spiller:
     async def run(self) -> None:
         """Write what is not on the drives yet, oldest first. Runs until cancelled."""
         await self._nvme.opened.wait()
+        working = self._nvme.num_working
         while True:
-            room = self._bytes_max - self._bytes
+            if self._nvme.num_working > working:
+                self._dram.placement.requeue("nvme")  # a drive is back
+            working = self._nvme.num_working
+            room = self._bytes_max - self._bytes if now() >= self._hung_until else 0
             for transfer in self._dram.placement.next_saves("nvme", room) if room > 0 else ():
                 self._bytes += transfer.num_bytes
                 self._begin(transfer).add_done_callback(partial(self._saved, transfer.num_bytes))

@@ -113,6 +113,11 @@ class SimulatedNvme:
     def _new_placement() -> Placement:
         return Placement(SlabMap(CAPACITY_BYTES, _UNIT_BYTES, _SLOTS), LeafFirstLRU)
 
+    @property
+    def num_working(self) -> int:
+        """See `NvmeTier.num_working`."""
+        return int(self.is_open)
+
     async def run(self) -> None:
         """Open the drive, and again when it failed."""
         while True:

@@ -11,12 +11,13 @@ import pytest
 
 from kvfleet.config import MIB
 from kvfleet.core.block import split
-from kvfleet.core.objectrows import record_ids
+from kvfleet.core.objectrows import SharedObject, record_ids
 from kvfleet.errors import DirectoryUnavailableError
 from kvfleet.node.catalog import CatalogKeeper
 from kvfleet.node.manifests import ManifestReader
 from kvfleet.node.messages import Source
 from kvfleet.node.objects import ObjectStore
+from kvfleet.node.outbox import Uses
 from tests.conftest import wait_for
 from tests.rig import Fault, Rig
 from tests.workload import kv, load, model, prompt, store
@@ -84,6 +85,16 @@ def flushed(rig: Rig) -> None:
         rig.run(rig.managers[number].flush(20))
         assert len(rig.part(number).publisher._outbox) == 0
         assert rig.part(number).saver.num_unsaved == 0
+
+
+def flushed_together(rig: Rig) -> None:
+    """As by who stops a fleet: the keeper does not wait for its interval."""
+
+    async def flush() -> list[int]:
+        return await asyncio.gather(*(manager.flush(20.0) for manager in rig.managers.values()))
+
+    assert not any(rig.run(flush()))
+    assert [len(rig.part(number).publisher._outbox) for number in rig.managers] == [0] * len(rig.managers)
 
 
 def shared_blocks(rig: Rig, tokens: Any) -> int:
@@ -173,13 +184,81 @@ def test_what_was_written_is_not_forgotten_by_a_directory_that_dies(arena_root, 
     """The mailbox dies with it: the managers say again what is in no manifest."""
     with Rig(arena_root, 2, shared_url=f"file://{tmp_path}/kv", **FAST | {"manifest_interval_s": 1000.0}) as rig:
         keeper = settled(rig)
-        store(rig.client(SPEC, 1 - keeper), prompt(2))  # the first is written down at once
-        wait_for(lambda: len(told(tmp_path / "kv")) == 2, "the first blocks are in a manifest")
+        store(rig.client(SPEC, 1 - keeper), prompt(1))  # the first is written down at once
+        wait_for(lambda: len(told(tmp_path / "kv")) == 1, "the first block is in a manifest")
         store(rig.client(SPEC, 1 - keeper), prompt(7))
         wait_for(lambda: len(objects(tmp_path / "kv")) == 7, "all blocks are saved")
         rig.start_directory()
         flushed(rig)
         assert len(told(tmp_path / "kv")) == 7
+
+
+def test_a_fleet_that_stops_in_order_forgets_nothing_however_seldom_manifests_are_written(arena_root, tmp_path):
+    url, seldom = f"file://{tmp_path}/kv", {"manifest_interval_s": 1000.0}
+    with Rig(arena_root, 2, shared_url=url, **seldom) as rig:
+        client = rig.client(SPEC, 1 - settled(rig))
+        store(client, prompt(1))  # the first is written down at once
+        wait_for(lambda: len(told(tmp_path / "kv")) == 1, "the first block is in a manifest")
+        store(client, prompt(9))
+        wait_for(lambda: len(objects(tmp_path / "kv")) == 9, "all blocks are saved")
+        assert len(told(tmp_path / "kv")) == 1
+        flushed_together(rig)
+        assert len(told(tmp_path / "kv")) == 9
+    with Rig(arena_root, 1, shared_url=url, **seldom) as rig:
+        settled(rig)
+        assert load(rig.client(SPEC), prompt(9)).outcomes == (Source.SHARED,) * 9
+
+
+def test_what_is_known_to_be_gone_is_not_said_again_to_a_directory_that_starts_empty(arena_root, tmp_path):
+    root = tmp_path / "kv"
+    with Rig(arena_root, 2, shared_url=f"file://{root}", manifest_interval_s=1000.0) as rig:
+        keeper = settled(rig)
+        writer = 1 - keeper
+        store(rig.client(SPEC, writer), prompt(1))
+        wait_for(lambda: len(told(root)) == 1, "the first block is in a manifest")
+        store(rig.client(SPEC, writer), prompt(5))
+        wait_for(lambda: shared_blocks(rig, prompt(5)) == 5, "all blocks are saved")
+        wait_for(lambda: rig.part(keeper).catalog.status().objects == 5, "the keeper knows them")
+        (path,) = root.glob(f"*/*/{keys(prompt(5))[-1]}*")
+        path.unlink()
+        rig.loop.call_soon_threadsafe(rig.part(writer).publisher.lost, bytes.fromhex(keys(prompt(5))[-1]) + b"\0\0")
+        wait_for(lambda: shared_blocks(rig, prompt(5)) == 4, "the last one is known to be gone")
+        wait_for(lambda: rig.part(1 - writer).catalog.status().objects == 4, "the keeper has heard of it")
+        wait_for(lambda: rig.part(keeper).catalog.status().objects == 4, "the keeper knows it")
+        assert len(told(root)) == 1
+        rig.start_directory()
+        flushed_together(rig)
+        settled(rig)
+        assert shared_blocks(rig, prompt(5)) == len(told(root)) == 4
+
+
+def test_what_an_earlier_keeper_has_deleted_is_looked_for_before_it_is_believed_to_be_there(arena_root, tmp_path):
+    """A manager that says again what a directory has lost may not have heard of it."""
+    root = tmp_path / "kv"
+    with Rig(arena_root, 2, shared_url=f"file://{root}", **FAST) as rig:
+        keeper = settled(rig)
+        writer = 1 - keeper
+        store(rig.client(SPEC, writer), prompt(3))
+        flushed(rig)
+        book = rig.part(keeper).catalog._book
+        (row,) = [row for rows in ManifestReader(ObjectStore(f"file://{root}", {}, 10.0)).read() for row in rows
+                  if row["key"].tobytes().hex() == keys(prompt(3))[-1]]  # fmt: skip
+        rig.loop.call_soon_threadsafe(book.catalog.shrink, book.catalog.num_bytes - 1, 1)
+        wait_for(lambda: len(objects(root)) == 2 and not book.num_changes, "the last one is deleted, and that is told")
+        rig.kill(keeper)
+        rig.dead.add(rig.node_id(keeper))
+        wait_for(lambda: keepers(rig) == [writer], "the other one keeps the catalog")
+        numbers = (int(row[name]) for name in ("shard", "num_shards", "bytes", "depth", "parent"))
+        thing = SharedObject(row["namespace_id"].tobytes(), row["key"].tobytes(), *numbers)
+        for say in (rig.part(writer).publisher.stored, rig.part(writer).publisher.used):
+            rig.part(writer).publisher._uses = Uses()
+            rig.loop.call_soon_threadsafe(say, thing)
+            wait_for(lambda: len(rig.part(writer).publisher._outbox) > 0, "it is said")
+            flushed(rig)
+            wait_for(lambda: shared_blocks(rig, prompt(3)) == 2, "the directory does not believe it")
+            assert rig.part(writer).catalog.status().objects == len(told(root)) == 2
+        rig.dead.discard(rig.node_id(keeper))
+        rig.start(keeper)
 
 
 def test_beyond_its_limit_those_unused_longest_go_leaf_first(arena_root, tmp_path):

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import contextmanager
 
+import pyarrow as pa
 import pytest
 
 from kvfleet.checkup import NodeCheckup, ahead
@@ -88,6 +89,10 @@ def test_damage_is_found_and_mended(arena_root, tmp_path):
         spoil(objects[0], objects[0].stat().st_size - 5000)
         objects[1].unlink()
 
+        for _ in range(2):  # looking drops nothing
+            here = [copy for number in range(BLOCKS) for copy in copies(fleet, number, shared=False)]
+            assert sorted(copy.tier for copy in here if copy.problem) == ["dram", "nvme"]
+
         found = look(fleet)
         assert found["blocks"][0][0] == "bad"
         assert "all read, 1 damaged: " in found["blocks"][0][1]
@@ -105,6 +110,18 @@ def test_damage_is_found_and_mended(arena_root, tmp_path):
         assert found["blocks"][0] == ("ok", "all read, each has its checksum")
         assert found["drive"][-1][0] == "ok"
         load(client, prompt(BLOCKS))  # each byte that is loaded is right
+
+
+def test_an_object_of_a_newer_format_stays(arena_root, tmp_path):
+    with rig(arena_root, tmp_path) as (fleet, _):
+        (path, *_) = sorted((tmp_path / "shared").rglob("*.arrow"))
+        table = pa.ipc.open_stream(path.read_bytes()).read_all()
+        newer = table.replace_schema_metadata({**table.schema.metadata, b"kvfleet.version": b"9"})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, newer.schema) as writer:
+            writer.write_table(newer)
+        written = path.read_bytes()
+        assert look(fleet, repair=True)["shared"] == [("ok", "5 of this node's 6 copies were read, all sound")]
+        assert path.read_bytes() == written
 
 
 def test_books_that_differ_are_told(arena_root):

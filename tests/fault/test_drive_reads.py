@@ -256,6 +256,47 @@ def test_a_deadline_ends_a_load_and_leaves_its_reads_to_themselves(arena_root):
         assert load(client, tokens).outcomes[:INFLIGHT] == (Source.DRAM,) * INFLIGHT
 
 
+def test_reads_that_have_not_begun_end_with_their_loads(arena_root):
+    with fleet(arena_root, dram_bytes=8 * MIB) as rig:
+        client, placement = rig.client(SPEC), rig.part(0).dram.placement
+        for number in range(3):
+            drives = put(rig, prompt(6, number))
+        drives.before, end = hanging(rig)
+        for number in range(3):
+            assert load(client, prompt(6, number), timeout_s=0.2).miss is Miss.DEADLINE
+        wait_for(lambda: len(placement.slots()) == INFLIGHT, "only those that threads write to are reserved")
+        end()
+        wait_for(lambda: not rig.part(0).loader.drive_reads._adopted, "the reads have ended")
+        assert len(placement.records()) == INFLIGHT
+
+
+def test_the_end_of_a_node_does_not_wait_long_for_reads_that_hang(arena_root):
+    with fleet(arena_root, holder_timeout_s=0.2) as rig:
+        drives = put(rig, prompt(6))
+        drives.before, end = hanging(rig)
+        assert load(rig.client(SPEC), prompt(6), timeout_s=0.1).miss is Miss.DEADLINE
+        rig.run(asyncio.wait_for(rig.part(0).loader.drive_reads.end(), 10))
+        assert len(drives.reading) == INFLIGHT
+        end()
+        wait_for(lambda: not rig.part(0).loader.drive_reads._adopted, "the reads have ended")
+
+
+def test_a_block_that_a_drive_lost_as_it_was_read_has_no_copy_there(arena_root, monkeypatch):
+    with fleet(arena_root) as rig:
+        drives = put(rig, prompt(1))
+        (key,) = split(SPEC.keys(prompt(1)))
+        read = drives.read
+
+        async def read_and_lose(*arguments: Any) -> int | None:
+            got: int | None = await read(*arguments)
+            drives.lose(key)
+            return got
+
+        monkeypatch.setattr(drives, "read", read_and_lose)
+        assert load(rig.client(SPEC), prompt(1)).outcomes == (Source.NVME,)
+        assert not rig.part(0).dram.placement.is_saved(key, 0, "nvme")
+
+
 def test_loads_of_one_prefix_read_it_once(arena_root):
     with fleet(arena_root) as rig, ThreadPoolExecutor(2) as pool:
         tokens, clients = prompt(8), [rig.client(SPEC), rig.client(SPEC)]

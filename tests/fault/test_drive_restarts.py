@@ -99,7 +99,7 @@ def test_a_fleet_finds_what_each_medium_holds(arena_root, tmp_path):
     paths, shared = (tmp_path / "a", tmp_path / "b"), f"file://{tmp_path}/shared"
     with fleet(arena_root, *paths, shared_url=shared) as rig:
         kept(rig)
-        wait_for(lambda: rig.status(0).unsaved_blocks == 0, "they are saved", 10)
+        assert rig.run(rig.managers[0].flush(20.0)) == 0  # a fleet that stops: all are saved, and in the manifests
     for lost, sources in (((), {Source.NVME: 12}), (paths[:1], {Source.NVME: 6, Source.SHARED: 6})):
         for path in lost:
             shutil.rmtree(path)

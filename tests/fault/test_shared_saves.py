@@ -13,8 +13,11 @@ import pytest
 from kvfleet.config import MIB
 from kvfleet.core import postponed
 from kvfleet.core.block import split
+from kvfleet.core.placement import Transfer
 from kvfleet.errors import TierUnavailableError
+from kvfleet.node import sharedwrites
 from kvfleet.node.messages import Miss, Source
+from kvfleet.node.saving import Saver
 from kvfleet.node.shared import SharedTier
 from tests.conftest import wait_for
 from tests.rig import Rig, failing
@@ -206,3 +209,25 @@ def test_blocks_coded_by_zstd_come_back_as_they_were(arena_root, tmp_path):
         client = rig.client(SPEC)
         wait_for(lambda: client.lookup(prompt(6)).num_blocks == 6, "it is known what is there")
         assert load(client, prompt(6)).outcomes == (Source.SHARED,) * 6
+
+
+def test_a_demotion_that_nobody_waits_for_any_more_tells_of_its_object(arena_root, tmp_path, written, monkeypatch):
+    monkeypatch.setattr(sharedwrites, "_DEMOTION_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(Saver, "_next", lambda *_: [])
+    gate, write = threading.Event(), SharedTier.write
+
+    def slow(*args):
+        assert gate.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(SharedTier, "write", slow)
+    with Rig(arena_root, shared_url=f"file://{tmp_path}") as rig:
+        store(rig.client(SPEC), prompt(1))
+        part = rig.part(0)
+        (held,) = part.dram.placement.records()
+        transfer = Transfer("demote", "shared", held.key, 0, held.slot, SPEC.layout.block_bytes, 0)
+        assert rig.run(part.saver.writes.write(transfer)) == "later"
+        assert not written
+        gate.set()
+        wait_for(lambda: rig.run(rig.at_directory("status")).stats.shared == 1, "the directory knows of it")
+        assert written == {held.key: 1}

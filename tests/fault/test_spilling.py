@@ -41,6 +41,7 @@ class Drives:
         self.answers = asyncio.Event()
         self.answers.set()
         self.now = self.most = 0
+        self.num_working = 1
 
     def admits(self, num_bytes: int, uses: int) -> bool:
         assert num_bytes == NUM_BYTES

@@ -79,6 +79,43 @@ def test_the_last_row_of_a_record_is_said_and_none_of_one_that_is_gone():
     assert box.take(9) == later
 
 
+def test_what_has_gone_since_is_not_said_again_to_a_directory_that_starts_empty():
+    box = Outbox()
+    put(box, 1, 2, 3, 4)
+    box.take(3)
+    box.landed(7, 3, 0)
+    box.take(1)
+    box.forget(thing(1).record)  # posted
+    box.heard_gone(records(2, 4))  # the second is on its way: the directory cannot have meant that
+    put(box, 2)  # it was stored again
+    box.lost()
+    assert sorted(box.landed(8, None, 0)) == [thing(n).record for n in (2, 3)]
+    assert sorted(box.take(9)) == sorted(rows(2, 3, 4))
+
+
+def test_what_goes_while_it_is_told_is_not_told_again():
+    box = Outbox()
+    put(box, 1, 2)
+    box.take(9)
+    box.forget(thing(1).record)
+    box.lost()
+    assert box.take(9) == rows(2)
+    box.landed(7, 1, 1)
+    put(box, 1)
+    assert box.take(9) == rows(1)
+
+
+def test_a_use_is_said_again_but_does_not_tell_that_the_object_is_there():
+    box = Outbox()
+    put(box, 1)
+    use = thing(2).row(stored_at=0, last_used=1)
+    box.put(thing(2).record, use)
+    box.take(9)
+    box.landed(7, 2, 0)
+    assert box.landed(8, 0, 0) == [thing(1).record]
+    assert box.take(9) == rows(1) + use
+
+
 def test_an_outbox_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvfleet.node.outbox._RECORDS_MAX", 3)
     box = Outbox()
@@ -135,6 +172,15 @@ def test_one_manager_keeps_the_catalog_as_long_as_it_speaks(monkeypatch: pytest.
         assert (await say(service, B, 2)).keeper
         assert not (await say(service, A, 2, epoch=2)).keeper
         assert await service.objects(ask(A, epoch=2)) is None
+
+    run(work)
+
+
+def test_who_does_not_reach_the_shared_tier_is_not_named():
+    async def work(service: DirectoryService) -> None:
+        assert not (await say(service, A, 1, may_keep=False)).keeper
+        assert (await say(service, B, 1)).keeper
+        assert not (await say(service, A, 2)).keeper
 
     run(work)
 
@@ -205,6 +251,24 @@ def test_a_full_mailbox_refuses(monkeypatch: pytest.MonkeyPatch):
         page = await service.objects(ask(A))
         assert page is not None
         assert page.rows == rows(1, 2)
+
+    run(work)
+
+
+def test_that_a_deleted_object_is_there_is_believed_of_the_keeper_alone():
+    async def shared(service: DirectoryService) -> bytes:
+        return (await service.claim(B, records(1, 2))).saved
+
+    async def work(service: DirectoryService) -> None:
+        await say(service, A, 1, shared_added=records(1, 2))
+        await say(service, A, 2, shared_removed=records(1, 2), shared_dropped=records(1, 2))
+        assert await shared(service) == b""
+        reply = await say(service, B, 1, shared_added=records(1, 2), objects=rows(1, 2))  # it may be late
+        assert (await shared(service), reply.position) == (b"", 2)
+        await say(service, A, 3, shared_added=records(1))  # it has looked
+        assert await shared(service) == records(1)
+        await say(service, B, 2, shared_added=records(1, 2))
+        assert await shared(service) == records(1)
 
     run(work)
 
