@@ -90,8 +90,10 @@ class DriveConfig:
             ConfigError: a variable in it is not set here, or it is relative.
         """
         found = os.path.expanduser(os.path.expandvars(self.directory))  # noqa: PTH111  it leaves what it cannot expand
-        if "$" in found or not os.path.isabs(found):  # noqa: PTH117
-            raise ConfigError("nvme", f"{self.directory} is no absolute path on this node: {found}")
+        if "$" in found:
+            raise ConfigError("nvme", f"{self.directory}: a variable in it is not set in the environment of this node")
+        if not os.path.isabs(found):  # noqa: PTH117
+            raise ConfigError("nvme", f"{self.directory} is no absolute path")
         return found
 
 

@@ -21,6 +21,8 @@ from kvfleet.operating import CALL_TIMEOUT_S, POLL_S, FleetStatus, Operator, joi
 
 __all__ = ["Fleet", "FleetStatus", "connect", "start"]
 
+_DRIVES_TIMEOUT_S = 10.0  # a drive that takes longer is shown as not open yet
+
 
 class Fleet(Operator):
     """A running fleet, as seen from one process of it. Get one from `start` or `connect`.
@@ -49,7 +51,7 @@ class Fleet(Operator):
         return client
 
     def up(self) -> FleetStatus:
-        """Start a manager on every node that has none, and wait until all have their arena.
+        """Start a manager on every node that has none, and wait until all have their arena and have tried their drives.
 
         Raises:
             ConfigError: nodes that cannot have one, and why. The others are up.
@@ -65,7 +67,12 @@ class Fleet(Operator):
                 problems.append(f"node {node[:8]}: {problem}")
         if problems:
             raise ConfigError("", "; ".join(problems))
-        return self.status()
+        deadline = time.monotonic() + _DRIVES_TIMEOUT_S
+        while True:
+            found = self.status()
+            if all(drive.tried for node in found.nodes for drive in node.drives) or time.monotonic() > deadline:
+                return found
+            time.sleep(POLL_S)
 
     def wait_for_shared(self, timeout_s: float) -> bool:
         """Wait until the contents of the shared tier are known after a start. False: not within `timeout_s`.

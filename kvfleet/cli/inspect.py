@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["copies_table", "findings_table", "inspect"]
 
-_KEY = re.compile(r"[0-9a-fA-F]{32}")
+_KEY = re.compile(r"([0-9a-fA-F]{32})([0-9a-fA-F]{4}|\.[0-9]{1,5})?")  # of any shard, as `doctor` and `inspect` name it
+_KEY_DIGITS = 32
 _PART_OF_KEY = re.compile(r"[0-9a-fA-F]{6,}")
 
 
@@ -47,7 +48,7 @@ def inspect(
     """
     with plain_errors():
         if _KEY.fullmatch(what) and not Path(what).exists():
-            sound = _key(what.lower(), name, address, as_json=as_json)
+            sound = _key(what.lower()[:_KEY_DIGITS], name, address, as_json=as_json)
         else:
             sound = _thing(what, as_json=as_json)
     if not sound:

@@ -39,7 +39,7 @@ from kvfleet.node.codecs import RAW, codec_numbered
 from kvfleet.node.drivebooks import DriveBooks
 from kvfleet.node.driveentry import Entry
 from kvfleet.node.drivefile import TIER, DriveFile, drive_errors
-from kvfleet.node.driveformat import cap_of, check_directory, plan_drive, read_format
+from kvfleet.node.driveformat import DATA_FILE, INDEX, cap_of, check_directory, plan_drive, read_format
 from kvfleet.node.driveindex import BATCH_MAX, DriveIndex
 from kvfleet.node.driveshrink import shrink
 from kvfleet.node.waiting import now
@@ -116,13 +116,15 @@ class Drive:
             raise TierUnavailableError(TIER, f"{directory}: another drive is here now, {form.drive_id}")
         self.drive_id = form.drive_id
         plan = plan_drive(max_bytes, form.unit_bytes)
-        if opening.damage:
+        headless = (directory / INDEX).exists() and not (directory / DATA_FILE).exists()
+        if opening.damage or headless:
             with drive_errors(directory, "remove the index"):
-                shutil.rmtree(directory / "index")
-            self.remarks.append(f"its index was damaged and was made anew, empty: {opening.damage}")
-        self._index = DriveIndex(directory / "index", plan.records_max)
+                shutil.rmtree(directory / INDEX)
+            damaged = f"its index was damaged and was made anew, empty: {opening.damage}"
+            self.remarks.append(damaged if opening.damage else "its data file was gone: it began anew, empty")
+        self._index = DriveIndex(directory / INDEX, plan.records_max)
         resources.callback(self._index.close)
-        self._file = DriveFile(directory / "blocks")
+        self._file = DriveFile(directory / DATA_FILE)
         resources.callback(self._file.close)
         self.num_evicted = shrink(self._index, self._file, plan)
         self._file.allocate(plan.num_units * plan.unit_bytes, plan.unit_bytes)

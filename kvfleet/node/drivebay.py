@@ -167,6 +167,7 @@ class DriveBay:
             directory=self.config.directory,
             works=self.works,
             problem=self.problem or ("" if self.works else "not open yet"),
+            tried=self.tried.is_set(),
             slow=self.health.slow,
             counts=replace(self.counts),
         )

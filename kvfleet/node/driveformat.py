@@ -15,9 +15,21 @@ from kvfleet.node.arenadir import LOCK_FILE
 from kvfleet.node.drivefile import TIER, drive_errors
 from kvfleet.node.driveindex import index_bytes
 
-__all__ = ["FORMAT_VERSION", "Format", "Plan", "cap_of", "check_directory", "plan_drive", "read_format"]
+__all__ = [
+    "DATA_FILE",
+    "FORMAT_VERSION",
+    "INDEX",
+    "Format",
+    "Plan",
+    "cap_of",
+    "check_directory",
+    "plan_drive",
+    "read_format",
+]
 
 FORMAT_VERSION = 1
+DATA_FILE = "blocks"
+INDEX = "index"
 
 _FORMAT_FILE = "format.json"
 _PARTIAL = "format.json.partial"
@@ -108,8 +120,13 @@ def check_directory(directory: Path) -> bool:
     """
     with drive_errors(directory, "open the drive"):
         found = directory.stat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise TierUnavailableError(TIER, f"{directory}: not a directory of this user that only they can write to")
+        if not stat.S_ISDIR(found.st_mode):
+            raise TierUnavailableError(TIER, f"{directory}: not a directory")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            whose = f"it is user {found.st_uid}'s, mode {stat.S_IMODE(found.st_mode):o}"
+            raise TierUnavailableError(
+                TIER, f"{directory}: only user {os.geteuid()} may write there (755), but {whose}"
+            )
         names = {path.name for path in directory.iterdir()}
     strange = sorted(names - _MAY_BE_THERE)
     if _FORMAT_FILE not in names and strange:

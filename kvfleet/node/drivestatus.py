@@ -40,6 +40,7 @@ class DriveStatus:
         directory: as it was configured.
         works: it can be read, and written unless it is full, slow or its budget is spent.
         problem: why it does not work, or what else is wrong with it; else "".
+        tried: it was opened, or could not be; False right after the start of its manager.
         slow: much slower than the others: it is not written but for a probe now and then.
         direct: False if its filesystem does no direct I/O, so that all goes through the page cache.
         capacity_bytes: of its slots; 0 if it is not open.
@@ -57,6 +58,7 @@ class DriveStatus:
     directory: str
     works: bool
     problem: str
+    tried: bool = True
     slow: bool = False
     direct: bool = True
     capacity_bytes: int = 0

@@ -15,6 +15,7 @@ from kvfleet.node.drive import Drive
 from kvfleet.node.drivebooks import NS
 from kvfleet.node.drivecalls import DriveCalls
 from kvfleet.node.drivefile import TIER, drive_errors
+from kvfleet.node.driveformat import DATA_FILE, INDEX
 from kvfleet.node.waiting import now
 
 __all__ = ["DriveWatch"]
@@ -78,7 +79,7 @@ class DriveWatch:
         while True:
             await asyncio.sleep(self._tick_s)
             if await self._calls.look(place) != where:
-                raise TierUnavailableError(TIER, f"{self._drive.directory}: another directory is here now")
+                raise TierUnavailableError(TIER, f"{self._drive.directory}: it, or a file in it, is another now")
             if now() >= save_at:
                 with suppress(TierFullError):
                     await self._save(self.take_uses())
@@ -105,10 +106,10 @@ class DriveWatch:
         return uses
 
 
-def _place(directory: Path) -> Callable[[], tuple[int, int]]:
-    def place() -> tuple[int, int]:
+def _place(directory: Path) -> Callable[[], list[tuple[int, int]]]:
+    def place() -> list[tuple[int, int]]:
         with drive_errors(directory, "look at the directory"):
-            found = directory.stat()
-        return found.st_dev, found.st_ino
+            found = [path.stat() for path in (directory, directory / DATA_FILE, directory / INDEX)]
+        return [(one.st_dev, one.st_ino) for one in found]
 
     return place

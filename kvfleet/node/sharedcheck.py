@@ -65,11 +65,14 @@ async def check_shared(node: Node, link: DirectoryLink, *, repair: bool) -> list
     try:
         objects = await settle(None, lambda: ObjectStore(config.shared_url or "", config.shared_options, 15.0))
         try:
-            return [await _said(node, objects, repair=repair), await _there(node, link, objects, repair=repair)]
+            checks = [await _said(node, objects, repair=repair), await _there(node, link, objects, repair=repair)]
         finally:
             await settle(None, objects.close)
     except KvFleetError as error:
         return [Check(_NAME, "bad", str(error))]
+    if node.endpoint is not None and node.endpoint.problem:
+        checks.append(Check(_NAME, "bad", node.endpoint.problem))
+    return checks
 
 
 async def _said(node: Node, objects: ObjectStore, *, repair: bool) -> Check:
@@ -79,9 +82,9 @@ async def _said(node: Node, objects: ObjectStore, *, repair: bool) -> Check:
     found = await settle(None, lambda: _read(objects, chosen))
     if not found.absent and not found.damaged:
         return Check(_NAME, "ok", f"{found.sound} of this node's {len(known):,} copies were read, all sound")
-    text = f"of {len(chosen)} copies {len(found.absent)} are gone, {len(found.damaged)} damaged"
+    text = f"of {len(chosen)} copies, taken at random from {len(known):,}, {_tell(found)}"
     if not repair:
-        return Check(_NAME, "bad", f"{text}; loads mend what they meet, --repair mends these")
+        return Check(_NAME, "bad", f"{text}; loads mend what they meet, --repair what it samples")
     for one in found.damaged:
         await settle(None, partial(objects.delete, one.path))
     for one in found.absent + found.damaged:
@@ -90,6 +93,12 @@ async def _said(node: Node, objects: ObjectStore, *, repair: bool) -> Check:
         if node.endpoint is not None:
             node.endpoint.lost(record)
     return Check(_NAME, "note", f"{text}; the directory was told, and they are written again")
+
+
+def _tell(found: _Sample) -> str:
+    """How many copies are not as they should be, in words."""
+    counts = {"gone": len(found.absent), "damaged": len(found.damaged)}
+    return " and ".join(f"{count} {'is' if count == 1 else 'are'} {what}" for what, count in counts.items() if count)
 
 
 def _known(node: Node) -> list[_Object]:

@@ -98,7 +98,11 @@ def test_damage_is_found_and_mended(arena_root, tmp_path):
         assert "all read, 1 damaged: " in found["blocks"][0][1]
         assert [state for state, _ in found["drive"]][-1] == "bad"
         assert found["shared"] == [
-            ("bad", "of 6 copies 1 are gone, 1 damaged; loads mend what they meet, --repair mends these")
+            (
+                "bad",
+                "of 6 copies, taken at random from 6, 1 is gone and 1 is damaged; "
+                "loads mend what they meet, --repair what it samples",
+            )
         ]
         assert objects[0].exists()
 

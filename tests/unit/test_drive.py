@@ -366,7 +366,7 @@ def test_a_directory_with_other_things_is_refused(directory: Path) -> None:
 @pytest.mark.parametrize("mode", [0o720, 0o702])
 def test_a_directory_that_others_can_write_to_is_refused(directory: Path, mode: int) -> None:
     directory.chmod(mode)
-    with pytest.raises(TierUnavailableError, match="only they can write"):
+    with pytest.raises(TierUnavailableError, match="may write there"):
         open_drive(directory)
 
 

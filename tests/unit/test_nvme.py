@@ -524,6 +524,23 @@ def test_a_drive_that_vanishes_is_out_and_nothing_is_written_in_its_place(arena_
     play(work)
 
 
+def test_a_data_file_that_was_deleted_is_noticed(arena_root: Path) -> None:
+    (directory,) = drive_directories(arena_root)
+
+    async def work() -> None:
+        async with running(settings([directory])) as rig:
+            await rig.write_all(range(3))
+            (directory / "blocks").unlink()
+            await asyncio.sleep(61)
+            assert "data file was gone" in rig.tier.status()[0].problem
+            assert rig.told == {}
+            await rig.write_all(range(3, 6))
+            assert await rig.check(range(6)) == {3, 4, 5}
+            assert (directory / "blocks").stat().st_size > 0
+
+    play(work)
+
+
 def test_a_drive_that_hangs_lets_go_of_all_it_can(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         loop = asyncio.get_running_loop()
