@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +19,9 @@ from typing_extensions import override
 
 from kvfleet.errors import TierUnavailableError
 from kvfleet.node.drivefile import TIER
+from kvfleet.node.waiting import settled
 
-__all__ = ["DaemonThreads", "DriveCalls", "settled"]
+__all__ = ["DaemonThreads", "DriveCalls"]
 
 T = TypeVar("T")
 
@@ -67,17 +67,6 @@ def _run(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(work())
     except BaseException as error:  # noqa: BLE001 - raised again where the result is awaited
         future.set_exception(error)
-
-
-async def settled(job: asyncio.Future[T]) -> T:
-    """The result of a job; if we are cancelled meanwhile, however often, still wait for its end."""
-    try:
-        return await asyncio.shield(job)
-    except asyncio.CancelledError:
-        while not job.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({job})
-        raise
 
 
 class _Lane:

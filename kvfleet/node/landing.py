@@ -20,7 +20,7 @@ from kvfleet.errors import CorruptBlockError, DeadlineExceededError, LayoutMisma
 from kvfleet.node.admission import Admitter
 from kvfleet.node.dram import DramTier, Granted, Incoming
 from kvfleet.node.messages import Bytes, LoadRequest, Window, WindowPart
-from kvfleet.node.waiting import now, within
+from kvfleet.node.waiting import now, settled, within
 
 __all__ = ["BlockSlots", "land", "settle"]
 
@@ -35,15 +35,7 @@ async def settle(executor: Executor | None, work: Callable[[], T]) -> T:
 
     However often: a load is cancelled by its deadline, by its client and by the end of the manager.
     """
-    job = asyncio.get_running_loop().run_in_executor(executor, work)
-    try:
-        return await asyncio.shield(job)
-    except asyncio.CancelledError:
-        while not job.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({job})
-        job.exception()  # nobody is left to tell
-        raise
+    return await settled(asyncio.get_running_loop().run_in_executor(executor, work))
 
 
 class Pace:

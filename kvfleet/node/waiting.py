@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import TypeVar
 
-__all__ = ["now", "within"]
+__all__ = ["now", "settled", "within"]
 
 T = TypeVar("T")
 
@@ -14,6 +15,19 @@ T = TypeVar("T")
 def now() -> float:
     """Monotonic seconds, as the running event loop counts them."""
     return asyncio.get_running_loop().time()
+
+
+async def settled(job: asyncio.Future[T]) -> T:
+    """The result of a job; if we are cancelled meanwhile, however often, still wait for its end."""
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        while not job.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({job})
+        if not job.cancelled():
+            job.exception()  # nobody is left to tell
+        raise
 
 
 async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
