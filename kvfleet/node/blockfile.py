@@ -35,7 +35,9 @@ from kvfleet.node.codecs import RAW, Codec, codec_named
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FORMAT_VERSION", "FRAME_BYTES_MAX", "BlockHeader", "decode", "encode", "read_header"]
+__all__ = [
+    "FORMAT_VERSION", "FRAME_BYTES_MAX", "BlockHeader", "decode", "encode", "raw_block", "read_header", "tail_of",
+]  # fmt: skip
 
 FORMAT_VERSION = 2
 FRAME_BYTES_MAX = 1 << 16  # the longest object is its block and this much around it
@@ -179,6 +181,25 @@ def decode(data: bytes, header: BlockHeader) -> tuple[Bytes, int]:
     return block, checksum
 
 
+def raw_block(data: bytes, header: BlockHeader) -> tuple[int, int]:
+    """Return where the block begins in an object of which `data` is the beginning, and the xxh3-64 it says that has.
+
+    Raises:
+        CorruptBlockError: it is not raw, or not as `header` has it, or the block begins behind the end of `data`.
+        LayoutMismatchError: it is of a version that is not known here.
+    """
+    start = _start(memoryview(data))
+    found, checksum = read_header(data)
+    if found.codec != RAW.name or _differing(found, header, _IDENTITY + _LAYOUT):
+        raise CorruptBlockError(_TIER, f"{header.key.hex()}: the object is not its raw block")
+    return start, checksum
+
+
+def tail_of(num_bytes: int) -> bytes:
+    """What an object has behind its coded block of so many bytes."""
+    return bytes(-num_bytes % 8) + _END
+
+
 def _differing(one: BlockHeader, other: BlockHeader, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(one, name) != getattr(other, name)]
 
@@ -264,11 +285,15 @@ def _message_bytes(data: memoryview, start: int) -> int:
     return _LENGTH.size + int(size)
 
 
+def _start(data: memoryview) -> int:
+    """Where the coded block of an object begins."""
+    start = _message_bytes(data, 0)
+    return start + _message_bytes(data, start)
+
+
 def _body(data: memoryview, num_bytes: int) -> tuple[int, int]:
     """Where the coded block of so many bytes is in an object; everything around it is verified."""
-    start = _message_bytes(data, 0)
-    start += _message_bytes(data, start)
-    tail = bytes(-num_bytes % 8) + _END
-    if data[start + num_bytes :] != tail:
+    start = _start(data)
+    if data[start + num_bytes :] != tail_of(num_bytes):
         raise CorruptBlockError(_TIER, f"object of {len(data)} bytes does not end with its block")
     return start, start + num_bytes

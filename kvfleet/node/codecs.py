@@ -18,7 +18,10 @@ from typing_extensions import Buffer, override
 from kvfleet.errors import ConfigError, CorruptBlockError, LayoutMismatchError
 from kvfleet.node import planes
 
-__all__ = ["LEVELS", "RAW", "Codec", "Encoded", "Raw", "Zstd", "codec_named", "codec_numbered", "codec_of", "register"]
+__all__ = [
+    "LEVELS", "RAW", "Codec", "Encoded", "Raw", "Zstd", "codec_named", "codec_numbered", "codec_of", "copy_hashed",
+    "register",
+]  # fmt: skip
 
 LEVELS = range(1, 4)
 
@@ -105,10 +108,7 @@ class Raw(Codec):
         if len(source) != len(target):
             raise CorruptBlockError(_TIER, f"{len(source)} bytes are no raw block of {len(target)}")
         digest = xxhash.xxh3_64()
-        for first in range(0, len(target), _HASHED_BYTES):
-            piece = slice(first, first + _HASHED_BYTES)
-            np.copyto(target[piece], source[piece])
-            digest.update(target[piece].data)
+        copy_hashed(source, target, digest)
         return digest.intdigest()
 
     @override
@@ -149,6 +149,15 @@ class Zstd(Codec):
     @override
     def encoded_bytes_max(self, num_bytes: int, itemsize: int) -> int:
         return planes.compressed_bytes_max(num_bytes, itemsize)
+
+
+def copy_hashed(source: Bytes, target: Bytes, digest: xxhash.xxh3_64) -> None:
+    """Copy bytes, and hash what is in `target` then, in one pass."""
+    assert len(source) == len(target)
+    for first in range(0, len(target), _HASHED_BYTES):
+        piece = slice(first, first + _HASHED_BYTES)
+        np.copyto(target[piece], source[piece])
+        digest.update(target[piece].data)
 
 
 def _check(block: Bytes, itemsize: int) -> None:

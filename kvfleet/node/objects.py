@@ -156,27 +156,35 @@ class ObjectStore:
         Raises:
             TierUnavailableError: the answer is not known.
         """
+        pieces: list[bytes] = []
+        return b"".join(pieces) if self.give(path, bytes_max, pieces.append, timeout_s) else None
+
+    def give(self, path: str, bytes_max: int, take: Callable[[bytes], object], timeout_s: float | None = None) -> bool:
+        """Give `take` what `get` returns, in pieces as they arrive, until it returns False; or return False.
+
+        It may be called in another thread, and even after a time-out; it must not block or raise. Raises as `get`.
+        """
         target, limit = f"{self._root}/{path}", self._limit(timeout_s)
         with self._mapped("read"):
             try:
-                if self._rename is not None:
-                    data = self._threads.run(partial(self._read_file, target, bytes_max), limit)
+                if self._is_s3:
+                    self._on_loop(s3.get, limit, self._fs, target, bytes_max, take)
+                elif self._rename is not None:
+                    take(self._threads.run(partial(self._read_file, target, bytes_max), limit))
                 else:
-                    data = self._call("cat_file", target, timeout_s=limit, end=bytes_max)
+                    take(self._call("cat_file", target, timeout_s=limit, end=bytes_max))
             except FileNotFoundError as error:
                 if self._is_rooted(error):
-                    return None
+                    return False
                 raise
             except OSError as error:
-                if isinstance(error, IsADirectoryError) or s3.error_code(error) == "InvalidRange":
-                    return b""
-                raise
-        assert isinstance(data, bytes)
-        return data
+                if not isinstance(error, IsADirectoryError) and s3.error_code(error) != "InvalidRange":
+                    raise
+        return True
 
-    def _read_file(self, target: str, bytes_max: int) -> object:
+    def _read_file(self, target: str, bytes_max: int) -> bytes:
         with self._fs.open(target, "rb") as file:
-            return file.read(bytes_max)
+            return bytes(file.read(bytes_max))
 
     def delete(self, path: str, timeout_s: float | None = None) -> None:
         """Delete an object; one that is not there is deleted already.
@@ -227,14 +235,18 @@ class ObjectStore:
 
     def _call(self, method: str, *args: object, timeout_s: float | None = None, **kwargs: object) -> Any:  # noqa: ANN401
         """Call a method of the filesystem; raises what it raises, or TimeoutError."""
-        from fsspec.asyn import get_loop, sync
-
         limit = self._timeout_s if timeout_s is None else timeout_s
         if self._is_async:
-            if limit <= 0:  # to `sync`, for ever
-                raise TimeoutError
-            return sync(get_loop(), getattr(self._fs, f"_{method}"), *args, timeout=limit, **kwargs)
+            return self._on_loop(getattr(self._fs, f"_{method}"), limit, *args, **kwargs)
         return self._threads.run(partial(getattr(self._fs, method), *args, **kwargs), limit)
+
+    @staticmethod
+    def _on_loop(function: Callable[..., Any], limit: float, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        from fsspec.asyn import get_loop, sync
+
+        if limit <= 0:  # to `sync`, for ever
+            raise TimeoutError
+        return sync(get_loop(), function, *args, timeout=limit, **kwargs)
 
     @contextmanager
     def _mapped(self, what: str) -> Iterator[None]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["PUT_BYTES_MAX", "SCHEMES", "Body", "close", "error_code", "tuned"]
+__all__ = ["PUT_BYTES_MAX", "SCHEMES", "Body", "close", "error_code", "get", "tuned"]
 
 SCHEMES = ("s3", "s3a")
 # An object goes in one request up to S3's own limit. One put in parts and abandoned leaves the parts, unseen and paid
 # for.
 PUT_BYTES_MAX = 5 << 30
+_PIECE_BYTES = 1 << 18  # asyncio receives no more at once
 
 
 class Body(io.BytesIO):
@@ -60,6 +61,20 @@ def _session(options: Mapping[str, Any]) -> Any:  # noqa: ANN401 - aiobotocore i
     session = AioSession(profile=options.get("profile"))
     session.unregister("before-call.s3", add_expect_header)
     return session
+
+
+async def get(fs: Any, path: str, bytes_max: int, take: Callable[[bytes], object]) -> None:  # noqa: ANN401
+    """Give `take` the first `bytes_max` bytes of an object in one request, piece by piece, until it returns False."""
+    bucket, key, _ = fs.split_path(path)
+    limits = f"bytes=0-{bytes_max - 1}"
+    answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=limits, **fs.req_kw)
+    body = answer["Body"]
+    try:
+        while piece := await body.read(_PIECE_BYTES):
+            if take(piece) is False:
+                return
+    finally:
+        body.close()
 
 
 def close(fs: Any, timeout_s: float) -> None:  # noqa: ANN401 - s3fs is untyped

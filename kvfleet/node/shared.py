@@ -19,7 +19,8 @@ from typing_extensions import override
 from kvfleet.core.block import BlockKey
 from kvfleet.core.objectrows import SharedObject
 from kvfleet.errors import CorruptBlockError, TierError, TierUnavailableError
-from kvfleet.node.blockfile import FRAME_BYTES_MAX, BlockHeader, decode, encode
+from kvfleet.node.blockfile import BlockHeader, encode
+from kvfleet.node.blockstream import BlockStream
 from kvfleet.node.codecs import RAW, Codec
 from kvfleet.node.messages import Namespace
 from kvfleet.node.objects import Child, ObjectStore
@@ -152,7 +153,8 @@ class SharedTier:
     ) -> int | None:
         """Fill `target` with a block shard and return its xxh3-64, or return None if there is no such object.
 
-        `target` is written in the calling thread, only after the block was verified, and never after a return.
+        `target` is written before the block is verified, in other threads too, and never after a return. What is in
+        it is the block if a checksum is returned, what was in it before if None is, and anything after an error.
 
         Args:
             namespace: of the block.
@@ -169,19 +171,20 @@ class SharedTier:
         """
         header = _header(namespace, num_shards, key, shard, target)
         path = self.path(namespace.namespace_id, key, shard, num_shards)
-        data = self._objects.get(path, header.num_bytes + FRAME_BYTES_MAX + 1, timeout_s)
-        if data is None:
-            return None
+        stream = BlockStream(header, target)
         try:
-            block, checksum = decode(data, header)
+            if not self._objects.give(path, stream.bytes_max, stream.take, timeout_s):
+                return None
+        finally:
+            stream.close()
+        try:
+            return stream.finish()
         except CorruptBlockError as corrupt:
             try:
                 self._objects.delete(path, timeout_s)
             except TierError as error:
                 raise CorruptBlockError(_TIER, f"{corrupt.detail}; it could not be deleted: {error}") from corrupt
             raise
-        np.copyto(target, block)
-        return checksum
 
     def delete(self, namespace_id: bytes, num_shards: int, key: BlockKey, shard: int) -> None:
         """Delete a block shard; one that is not there is deleted already.

@@ -39,11 +39,8 @@ def read(tier: SharedTier, number: int) -> bool:
     """Whether the block is there, with the right bytes; if not, the target is as it was."""
     target = np.full(NUM_BYTES, 7, np.uint8)
     data, checksum = block_of(number)
-    found = None
-    try:
-        found = tier.read(NAMESPACE, 1, key_of(number), 0, target)
-    finally:
-        assert target.tobytes() == (data.tobytes() if found is not None else bytes([7]) * NUM_BYTES)
+    found = tier.read(NAMESPACE, 1, key_of(number), 0, target)
+    assert target.tobytes() == (data.tobytes() if found is not None else bytes([7]) * NUM_BYTES)
     assert found in (None, checksum)
     return found is not None
 

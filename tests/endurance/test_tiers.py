@@ -59,6 +59,6 @@ class TestS3(SharedContract):
         filesystem = tier.shared._objects._fs
         fail = mock.AsyncMock(side_effect=OSError(errno.EIO, "server"))
         stack = contextlib.ExitStack()
-        for name in ("_pipe_file", "_cat_file", "_ls"):
+        for name in ("_pipe_file", "_call_s3", "_ls"):
             stack.enter_context(mock.patch.object(filesystem, name, fail))
         return stack

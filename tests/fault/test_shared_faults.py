@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from kvfleet.core.block import BlockKey
 from kvfleet.errors import CorruptBlockError, TierFullError, TierUnavailableError
+from kvfleet.node import s3
 from kvfleet.node.messages import Namespace
 from kvfleet.node.shared import SharedTier
 from tests.scripted_server import Request, ScriptedServer, scripted_server
@@ -36,13 +39,9 @@ def write(tier: SharedTier, key: BlockKey = KEY) -> int:
 
 
 def read(tier: SharedTier, key: BlockKey = KEY, timeout_s: float | None = None) -> bytes | None:
-    """Read a block; whatever goes wrong, the target is untouched."""
+    """Read a block; the target is untouched if there is none."""
     target = np.full(NUM_BYTES, 7, np.uint8)
-    try:
-        checksum = tier.read(NAMESPACE, 1, key, 0, target, timeout_s=timeout_s)
-    except BaseException:
-        assert (target == 7).all()
-        raise
+    checksum = tier.read(NAMESPACE, 1, key, 0, target, timeout_s=timeout_s)
     if checksum is None:
         assert (target == 7).all()
         return None
@@ -402,6 +401,56 @@ def test_an_answer_that_hangs_in_the_middle_is_unavailable_and_deletes_nothing()
             read(tier, timeout_s=0.5)
         server.script = bucket
         assert read(tier) == block_of(KEY)[0].tobytes()
+
+
+def test_nothing_is_written_to_the_target_after_a_time_out(monkeypatch: pytest.MonkeyPatch):
+    """Even by a client that does not stop when it is cancelled."""
+    bucket, late = Bucket(), threading.Event()
+    with s3_tier(bucket) as (tier, _):
+        write(tier)
+        data = next(iter(bucket.objects.values()))
+        wanted = []
+
+        async def hang_in_the_middle(fs: object, path: str, bytes_max: int, take: Callable[[bytes], bool]) -> None:
+            def go_on() -> None:
+                wanted.append(take(data[2000:]))
+                late.set()
+
+            wanted.append(take(data[:2000]))
+            asyncio.get_running_loop().call_later(0.5, go_on)
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(s3, "get", hang_in_the_middle)
+        target = np.full(NUM_BYTES, 7, np.uint8)
+        with pytest.raises(TierUnavailableError, match="in time"):
+            tier.read(NAMESPACE, 1, KEY, 0, target, timeout_s=0.1)
+        assert not late.is_set()
+        before = target.tobytes()
+        assert late.wait(30)
+    assert wanted == [True, False]
+    assert target.tobytes() == before
+    assert before[:500] == block_of(KEY)[0].tobytes()[:500]
+    assert before[-500:] == bytes([7]) * 500
+
+
+def test_an_answer_in_small_pieces_is_put_together():
+    bucket = Bucket()
+
+    def trickle(request: Request) -> None:
+        data = bucket.objects[request.path]
+        request.send_response(206)
+        request.send_header("Content-Length", str(len(data)))
+        request.end_headers()
+        for first in range(0, len(data), 333):
+            request.wfile.write(data[first : first + 333])
+            time.sleep(0.001)
+
+    with s3_tier(bucket) as (tier, server):
+        write(tier)
+        server.script = trickle
+        assert read(tier) == block_of(KEY)[0].tobytes()
+        assert read(tier) == block_of(KEY)[0].tobytes()
+        assert server.open_connections == 1  # it is used again
 
 
 @pytest.mark.parametrize(

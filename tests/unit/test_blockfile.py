@@ -3,6 +3,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvfleet.errors import CorruptBlockError, LayoutMismatchError
 from kvfleet.node.blockfile import FRAME_BYTES_MAX, BlockHeader, decode, encode, read_header
+from kvfleet.node.blockstream import BlockStream
 from kvfleet.node.codecs import Zstd
 
 SIZES = [1, 7, 8, 9, 64, 4099]
@@ -214,6 +217,106 @@ def test_a_codec_or_version_of_the_future_is_refused_and_not_called_corrupt(old:
     assert encoded.count(old) >= 1
     with pytest.raises(LayoutMismatchError):
         decode(encoded.replace(old, new), coded_header(4096))
+
+
+def streamed(encoded: bytes, header: BlockHeader, piece_bytes: int) -> tuple[bytes, int]:
+    """The block of an object that arrives in pieces, and its checksum."""
+    target = np.zeros(header.num_bytes, np.uint8)
+    stream = BlockStream(header, target)
+    for first in range(0, len(encoded), piece_bytes):
+        if not stream.take(encoded[first : first + piece_bytes]):
+            break
+    stream.close()
+    checksum = stream.finish()
+    return target.tobytes(), checksum
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1000, 1 << 20])
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_a_block_comes_back_from_pieces(num_bytes: int, piece_bytes: int):
+    data, checksum = block_of(num_bytes)
+    encoded = encode(header_of(num_bytes), data, checksum)
+    assert streamed(encoded, header_of(num_bytes), piece_bytes) == (data.tobytes(), checksum)
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 1 << 20])
+def test_a_coded_block_comes_back_from_pieces(piece_bytes: int):
+    data, checksum = block_of(4096)
+    encoded = encode(coded_header(4096), data, checksum, Zstd())
+    assert streamed(encoded, coded_header(4096), piece_bytes) == (data.tobytes(), checksum)
+
+
+def test_pieces_of_the_format_before_are_read():
+    data, checksum = block_of(9)
+    assert streamed(base64.b64decode(WRITTEN_BY_VERSION_1), header_of(9), 100) == (data.tobytes(), checksum)
+
+
+def outcome(read: Callable[[], tuple[bytes, int]]) -> tuple[bytes, int] | str:
+    try:
+        return read()
+    except (CorruptBlockError, LayoutMismatchError) as error:
+        return repr(error)
+
+
+def decoded(encoded: bytes, header: BlockHeader) -> tuple[bytes, int]:
+    block, checksum = decode(encoded, header)
+    return block.tobytes(), checksum
+
+
+def damaged(encoded: bytes) -> Iterator[bytes]:
+    for bit in range(8 * len(encoded)):
+        flipped = bytearray(encoded)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield bytes(flipped)
+    for length in range(len(encoded)):
+        yield encoded[:length]
+    for extra in (b"\0", bytes(8), encoded):
+        yield encoded + extra
+    yield os.urandom(len(encoded))
+
+
+@pytest.mark.parametrize("piece_bytes", [400, 1 << 20])
+def test_damage_is_found_in_pieces_as_in_one(piece_bytes: int):
+    for encoded in damaged(encode(header_of(9), *block_of(9))):
+        whole = outcome(partial(decoded, encoded, header_of(9)))
+        pieces = outcome(partial(streamed, encoded, header_of(9), piece_bytes))
+        assert pieces == whole
+
+
+@pytest.mark.parametrize("change", [{"key": bytes(16)}, {"layout_json": "{}"}, {"num_shards": 3}, {"num_bytes": 56}])
+def test_another_block_is_found_in_pieces_as_in_one(change: dict[str, Any]):
+    encoded, header = encode(header_of(64), *block_of(64)), dataclasses.replace(header_of(64), **change)
+    whole = outcome(partial(decoded, encoded, header))
+    assert isinstance(whole, str)
+    assert outcome(partial(streamed, encoded, header, 100)) == whole
+
+
+@pytest.mark.parametrize("start", [b"", b"\xff" * 8, b"x" * (1 << 17)])
+def test_no_more_is_taken_than_an_object_may_have(start: bytes):
+    header, taken = header_of(1 << 18), 0
+    stream = BlockStream(header, np.zeros(1 << 18, np.uint8))
+    encoded = encode(header, *block_of(1 << 18))
+    for piece in (start, encoded, *[bytes(10_000)] * 100):
+        taken += 1
+        if not stream.take(piece):
+            break
+    assert taken < 20
+    assert not stream.take(b"x")
+    stream.close()
+    with pytest.raises(CorruptBlockError):
+        stream.finish()
+
+
+def test_a_closed_stream_writes_nothing():
+    encoded, target = encode(header_of(4099), *block_of(4099)), np.zeros(4099, np.uint8)
+    stream = BlockStream(header_of(4099), target)
+    assert stream.take(encoded[:2000])
+    before = target.tobytes()
+    stream.close()
+    assert not stream.take(encoded[2000:])
+    assert target.tobytes() == before
+    with pytest.raises(CorruptBlockError, match="does not end"):
+        stream.finish()
 
 
 # encode(header_of(9), *block_of(9))
