@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvfleet.client import Client
 from kvfleet.config import DriveConfig, FleetConfig
+from kvfleet.core.hints import Hints
 from kvfleet.core.layout import BlockLayout, ModelSpec
 from kvfleet.errors import (
     ConfigError,
@@ -40,6 +41,7 @@ __all__ = [
     "DriveConfig",
     "Fleet",
     "FleetConfig",
+    "Hints",
     "KvFleetError",
     "LayoutMismatchError",
     "ManagerAvoidedError",

@@ -12,11 +12,12 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from kvfleet.core.breaker import Breaker
+from kvfleet.core.speeds import Speed
 from kvfleet.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -67,6 +68,9 @@ class ManagerPort(Protocol):
     def release(self, client_id: int, number: int, timeout_s: float) -> None:
         """See `TierManager.release`. Does not wait for the manager."""
 
+    def retire(self, session: bytes, timeout_s: float) -> int:
+        """See `TierManager.retire`."""
+
 
 class DirectoryPort(Protocol):
     """Calls to the directory, under the same terms."""
@@ -109,10 +113,15 @@ class AttachedNode:
 
     Threads: any. A new arena (the node was reset) is attached in place of the old one; views of the old one
     stay valid memory.
+
+    Args:
+        manager: of the node.
+        told: told how fast sources are, as the manager has measured them, when it is attached.
     """
 
-    def __init__(self, manager: ManagerPort) -> None:
+    def __init__(self, manager: ManagerPort, told: Callable[[Mapping[str, Speed]], object] = lambda _: None) -> None:
         self._manager = manager
+        self._told = told
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._doubted = False
@@ -183,6 +192,7 @@ class AttachedNode:
                 if attachment.problem:
                     raise ConfigError("", attachment.problem)
                 arena = self._map(attachment)
+                self._told(attachment.speeds)
             except KvFleetError:
                 self._breaker.failed(time.monotonic())
                 raise

@@ -156,6 +156,11 @@ class ManagerCalls(ManagerPort):
             self._manager.handle(timeout_s).release.remote(client_id, number)
 
     @override
+    def retire(self, session: bytes, timeout_s: float) -> int:
+        self._check_pulse("retire")
+        return self._call("retire", (session,), timeout_s)  # type: ignore[no-any-return]
+
+    @override
     def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:
         deadline = time.monotonic() + request.timeout_s + _GRACE_S
         stream = None

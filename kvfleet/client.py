@@ -7,9 +7,8 @@ LayoutMismatchError (a tensor of the wrong shape or dtype) is too.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +17,26 @@ from kvfleet import arguments
 from kvfleet.attachment import AttachedNode, DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES, TokenIds
+from kvfleet.core.hints import NO_HINTS, Hints, scoped, session_digest
 from kvfleet.core.layout import ModelSpec
+from kvfleet.core.planner import Plan
 from kvfleet.counts import ClientStats
-from kvfleet.errors import KvFleetError, LayoutMismatchError, ManagerAvoidedError
+from kvfleet.errors import LayoutMismatchError
 from kvfleet.explain import Explanation, explain
 from kvfleet.hits import Loaded, PrefixHit
 from kvfleet.holding import Hold
+from kvfleet.loads import Loads, Meanwhile
 from kvfleet.looking import Asked, Looking
-from kvfleet.node.arena import Arena
+from kvfleet.nearby import Nearby
 from kvfleet.node.holds import HOLD_MAX_S
-from kvfleet.node.messages import Bytes, Miss, Namespace, Outcome
-from kvfleet.reading import Reading
+from kvfleet.node.messages import Bytes, Namespace
+from kvfleet.node.recording import Recorder
+from kvfleet.planning import Planning
 from kvfleet.storing import StoreTask, StoreWorker
 from kvfleet.tensors import PutBlock, TakeBlock, filler, taker
 from kvfleet.writing import StoreJob, Writing
 
 __all__ = ["Client", "PutBlock", "TakeBlock"]
-
-_log = logging.getLogger(__name__)
-_LOG_INTERVAL_S = 30.0
 
 
 class Client:
@@ -60,12 +60,15 @@ class Client:
         self._manager = manager
         self._directory = directory
         self._looking = Looking(spec, shard, directory, config.lookup_timeout_s)
-        self._node = AttachedNode(manager)
+        self.planning = Planning(spec.layout, enabled=config.plan_loads)
+        self._node = AttachedNode(manager, self.planning.tell)
+        self._nearby = Nearby(self._node, config.lookup_timeout_s)
         self._namespace = Namespace(spec.namespace_id, spec.layout.to_json())
         writing = Writing(self._node, manager, config, spec.layout, self._namespace, shard)
+        self._loads = Loads(self._nearby, manager, self._namespace, spec.layout, shard, self.planning)
         self._worker = StoreWorker(self._node, writing, spec.layout, config.store_queue_bytes_max)
         self._stats = writing.stats
-        self._warn_at = 0.0
+        self._recorder = Recorder(spec.block_tokens, shard)
         self.closed = False
 
     def attach(self, timeout_s: float | None = None) -> None:
@@ -84,7 +87,8 @@ class Client:
         arguments.check_timeout(timeout_s, optional=False)
         self.closed = True
         deadline = time.monotonic() + timeout_s
-        if self._worker.close(timeout_s):
+        self._loads.close(min(1.0, timeout_s))
+        if self._worker.close(max(0.0, deadline - time.monotonic())):
             self._node.close(max(0.0, deadline - time.monotonic()))
 
     @property
@@ -123,9 +127,12 @@ class Client:
             ValueError: the ids are no token ids.
         """
         arguments.check_extra(extra)
-        return self.lookup_keys(self.spec.keys(token_ids, extra), label=label)
+        number = len(token_ids) if isinstance(token_ids, Sized) else 0
+        return self.lookup_keys(self.spec.keys(token_ids, extra), label=label, num_tokens=number)
 
-    def lookup_keys(self, keys: bytes, *, start_block: int = 0, label: str = "", counted: bool = True) -> PrefixHit:
+    def lookup_keys(
+        self, keys: bytes, *, start_block: int = 0, label: str = "", counted: bool = True, num_tokens: int = 0
+    ) -> PrefixHit:
         """Like `lookup`, for an engine that has the packed keys of its blocks already.
 
         Args:
@@ -134,20 +141,29 @@ class Client:
             label: as in `lookup`.
             counted: False for an engine that may ask again before it uses an answer: it gives the one it uses to
                 `count`.
+            num_tokens: of the whole prompt, for `kvfleet record`; 0: those of its whole blocks.
         """
         arguments.check_keys(keys, start_block, label)
         asked = Asked(keys, start_block, label)
-        arena, asked.fault = self._arena(self._config.lookup_timeout_s, asked.calls)
+        arena, asked.fault = self._nearby.arena(self._config.lookup_timeout_s, asked.calls)
         hit = self._looking.everywhere(asked, arena)
         self._stats.called(*hit.calls)
         if counted:
             self._stats.looked_up(hit)
+            self._recorder.note(self._nearby.now(), hit.asked_ns, hit.keys, num_tokens)
         return hit
 
-    def count(self, hit: PrefixHit) -> None:
-        """Count a hit that its lookup did not. Blocking: never."""
+    def count(self, hit: PrefixHit, plan: Plan | None = None, *, num_tokens: int = 0) -> None:
+        """Count a hit that its lookup did not. Blocking: never.
+
+        Args:
+            hit: from `lookup_keys`.
+            plan: what of it will be loaded, if not all.
+            num_tokens: as in `lookup_keys`.
+        """
         arguments.check_kind(hit, "hit", PrefixHit)
-        self._stats.looked_up(hit)
+        self._stats.looked_up(hit, plan)
+        self._recorder.note(self._nearby.now(), hit.asked_ns, hit.keys, num_tokens)
 
     def lookup_local(self, keys: bytes, *, start_block: int = 0, label: str = "") -> PrefixHit:
         """Like `lookup_keys`, but only what is in this node's arena or on its drives, and not counted.
@@ -155,48 +171,28 @@ class Client:
         Blocking: never; makes no remote call, and finds nothing before the node is attached.
         """
         arguments.check_keys(keys, start_block, label)
-        arena = None if self._node.stale else self._node.arena
-        return self._looking.here(Asked(keys, start_block, label), arena)
+        return self._looking.here(Asked(keys, start_block, label), self._nearby.now())
 
     def absent(self, keys: bytes) -> npt.NDArray[np.bool_]:
         """Which blocks of this client's shard are not in this node's arena; the others count as used now.
 
-        For an engine that has these blocks itself: so that what it keeps using is kept here too.
-
-        Blocking: never; makes no remote call. Before the node is attached, all are absent.
+        For an engine that has these blocks itself: so that what it keeps using is kept here too. Blocking: never; makes
+        no remote call. Before the node is attached, all are absent.
         """
         arguments.check_keys(keys)
-        arena = None if self._node.stale else self._node.arena
-        if arena is None:
-            return np.full(len(keys) // KEY_BYTES, fill_value=True)
-        slots = arena.records.find(keys, self.shard).slots
-        arena.records.touch(slots, time.monotonic_ns())
-        missing: npt.NDArray[np.bool_] = slots < 0
-        return missing
-
-    def _arena(self, timeout_s: float, calls: list[str]) -> tuple[Arena | None, Miss | None]:
-        """The node's arena, attached if it can be within `timeout_s`; a call for that is noted."""
-        if self._node.stale:
-            calls.append("attach")
-            try:
-                self._node.attach(timeout_s)
-            except KvFleetError as error:
-                if isinstance(error, ManagerAvoidedError):
-                    calls.remove("attach")
-                self._warn("this node's arena cannot be used: %s", error)
-                return None, Miss.MANAGER_UNAVAILABLE
-        return self._node.arena, None
-
-    def _warn(self, text: str, error: KvFleetError) -> None:
-        """Log what is wrong with this node, once in a while: an engine asks hundreds of times a second."""
-        now = time.monotonic()
-        if now >= self._warn_at:
-            self._warn_at = now + _LOG_INTERVAL_S
-            _log.warning(text, error)
+        return self._nearby.absent(keys, self.shard)
 
     # load
 
-    def load(self, hit: PrefixHit, into: object, timeout_s: float | None = None) -> Loaded:
+    def load(
+        self,
+        hit: PrefixHit,
+        into: object,
+        timeout_s: float | None = None,
+        *,
+        plan: Plan | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> Loaded:
         """Copy the blocks of a hit into the engine's memory, first blocks first.
 
         Blocks in the local arena cost no remote call; if others are among them, one call to the local manager
@@ -207,40 +203,35 @@ class Client:
             into: a CPU tensor or array of the layout's shape, with a token axis of at least `hit.num_tokens`, any
                 strides; or a `TakeBlock` function.
             timeout_s: deadline; default `load_timeout_s`.
+            plan: of this hit, by `planning.plan`: what to load and how long it may take. Without one, all of it.
+            meanwhile: called with the index of the first block that did not come while the tail of the plan is loaded;
+                to compute the blocks from there up to the tail. It is not called without a tail, or without an arena.
 
         Returns:
-            The number of tokens loaded, from the hit's start block on. Memory behind them may have been written to.
+            The number of tokens loaded, from the hit's start block on where there is no tail. Memory behind them may
+            have been written to.
 
         Raises:
             LayoutMismatchError: `into` has another shape or dtype. Nothing was written.
         """
         arguments.check_kind(hit, "hit", PrefixHit)
         arguments.check_timeout(timeout_s)
-        start_s, calls = time.perf_counter(), list[str]()
         take = taker(into, self.spec.layout, hit.num_blocks)
         timeout_s = self._config.load_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        outcomes: list[Outcome] = []
-        if hit.num_blocks > hit.start_block:
-            arena, fault = self._arena(min(timeout_s, self._config.lookup_timeout_s), calls)
-            outcomes = [fault] if fault is not None else []
-            if arena is not None:
-                reading = Reading(arena, hit, self.shard, take, deadline)
-                reading.local()
-                if not reading.complete:
-                    reading.rest(self._manager, self._namespace, self.spec.layout.block_bytes)
-                    calls += [] if isinstance(reading.error, ManagerAvoidedError) else ["load"]
-                if reading.error is not None:
-                    self._warn("load stopped short: %s", reading.error)
-                outcomes = reading.outcomes
-                if Miss.EVICTED in outcomes[-1:]:
-                    self._node.doubt()
-        outcomes += [Miss.BEHIND_MISS] * (hit.num_blocks - hit.start_block - len(outcomes))
-        self._stats.called(*calls)
-        loaded = Loaded.of(outcomes, self.spec.layout)
-        loaded.hit, loaded.load_s, loaded.calls = hit, time.perf_counter() - start_s, tuple(calls)
+        loaded = self._loads.load(hit, take, timeout_s, plan, meanwhile)
+        self._stats.called(*loaded.calls)
         self._stats.loaded(loaded, self.shard)
         return loaded
+
+    def started(self, loaded: Loaded, seconds: float) -> None:
+        """The engine has a whole prompt's KV, so many seconds after its lookup began: for `explain`, beside its plan.
+
+        Blocking: never.
+        """
+        arguments.check_kind(loaded, "loaded", Loaded)
+        arguments.check_timeout(seconds, optional=False)
+        loaded.ready_s = seconds
+        self._stats.started(loaded)
 
     def hold(self, hit: PrefixHit, seconds: float) -> Hold:
         """Keep those first blocks of a hit that are in this node's arena. One call to the manager.
@@ -260,8 +251,9 @@ class Client:
     # store
 
     def store(
-        self, token_ids: TokenIds, kv: object, *, start_block: int = 0, extra: Mapping[int, bytes] | None = None
-    ) -> StoreTask:
+        self, token_ids: TokenIds, kv: object, *, start_block: int = 0, extra: Mapping[int, bytes] | None = None,
+        hints: Hints = NO_HINTS,
+    ) -> StoreTask:  # fmt: skip
         """Put the whole blocks of a prefix into the cache, in the background.
 
         Args:
@@ -270,6 +262,7 @@ class Client:
                 `start_block` on; or a `PutBlock` function. Must stay unchanged until the task is done.
             start_block: the first block to store; earlier ones only name the prefix.
             extra: as in `lookup`.
+            hints: what is known of the prefix's future, as `Hints.of("chat 7", turn=2)`. A wrong one costs a hit.
 
         Returns:
             A task; `task.wait(timeout_s)` returns when the blocks it wrote can be found by the whole fleet, or when it
@@ -280,12 +273,27 @@ class Client:
             LayoutMismatchError: `kv` has another shape or dtype than the client's model.
         """
         arguments.check_extra(extra)
-        return self.store_keys(self.spec.keys(token_ids, extra), kv, start_block=start_block)
+        return self.store_keys(self.spec.keys(token_ids, extra), kv, start_block=start_block, hints=hints)
 
-    def store_keys(self, keys: bytes, kv: object, *, start_block: int = 0) -> StoreTask:
+    def store_keys(self, keys: bytes, kv: object, *, start_block: int = 0, hints: Hints = NO_HINTS) -> StoreTask:
         """Like `store`, for an engine that has the packed keys of its blocks already."""
         arguments.check_keys(keys)
         arguments.check_index(start_block, "start_block")
+        arguments.check_kind(hints, "hints", Hints)
         num_blocks = max(0, len(keys) // KEY_BYTES - start_block)
         fill = filler(kv, self.spec.layout, num_blocks, start_block)
-        return self._worker.submit(StoreJob(keys, start_block, num_blocks, fill))
+        return self._worker.submit(StoreJob(keys, start_block, num_blocks, fill, hints.within(self.spec.namespace_id)))
+
+    def retire(self, session: str | bytes) -> StoreTask:
+        """A session has ended: what no other one has built on is the first to go, on all nodes that have it.
+
+        Done after the stores before it, in the background, with one call to the manager, for which the task's `wait`
+        waits. Nothing is known of a session without `hints` at its stores.
+
+        Raises:
+            ValueError: `session`, the id given to `Hints.of`, is empty, or neither text nor bytes.
+        """
+        digest = session_digest(session)
+        if not digest:
+            raise ValueError("session must not be empty")
+        return self._worker.retire(scoped(digest, self.spec.namespace_id))

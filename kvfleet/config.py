@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 
 from kvfleet.errors import ConfigError
 
-__all__ = ["GIB", "KIB", "MIB", "DriveConfig", "FleetConfig"]
+__all__ = ["GIB", "KIB", "MIB", "POLICY_NAMES", "DriveConfig", "FleetConfig"]
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+
+POLICY_NAMES = ("lru", "s3-fifo", "arc", "lfu", "second-sight", "hold-turn")
+"""Of `kvfleet.core.policies`, which this module must not import."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CODEC = re.compile(r"raw|zstd(:[1-3])?")
@@ -103,6 +106,7 @@ class FleetConfig:
 
     Attributes:
         name: the fleet's name; two fleets on one Ray cluster do not see each other.
+        policy: what each node keeps in its arena, by name; see `kvfleet.core.policies`.
         dram_bytes: size of each node's arena; None takes the smaller of 4 GiB and half of what is free in
             `arena_root`. A size that does not fit is a ConfigError at start.
         arena_root: where arenas live; must be memory-backed (tmpfs) for DRAM speed.
@@ -112,6 +116,8 @@ class FleetConfig:
             environment, files or role.
         lookup_timeout_s: longest wait for the directory in a lookup; after it the local prefix is the answer.
         load_timeout_s: default deadline of `client.load`.
+        plan_loads: engines load only what is faster than computing it. False: all that is found, for engines whose
+            time is dearer than their users' waiting.
         store_timeout_s: deadline of a store's calls, counted from when its turn comes.
         attach_timeout_s: longest wait for a node's manager to start or restart.
         holder_timeout_s: longest wait for the next window from one holder before another source is tried; also for
@@ -145,6 +151,7 @@ class FleetConfig:
     """
 
     name: str = "default"
+    policy: str = "hold-turn"
     dram_bytes: int | None = None
     arena_root: str = "/dev/shm"
     shared_url: str | None = None
@@ -152,6 +159,7 @@ class FleetConfig:
 
     lookup_timeout_s: float = 0.5
     load_timeout_s: float = 30.0
+    plan_loads: bool = True
     store_timeout_s: float = 30.0
     attach_timeout_s: float = 30.0
     holder_timeout_s: float = 5.0
@@ -194,6 +202,8 @@ class FleetConfig:
             raise ConfigError("dram_bytes", f"must be at least 1 MiB, is {self.dram_bytes}")
         if not _NAME.fullmatch(self.name):
             raise ConfigError("name", f"letters, digits, - and _ only, is {self.name!r}")
+        if self.policy not in POLICY_NAMES:
+            raise ConfigError("policy", f"must be one of {', '.join(POLICY_NAMES)}, is {self.policy!r}")
         self._check_shared()
         directories = [drive.directory for drive in self.nvme]
         if len(set(directories)) != len(directories):

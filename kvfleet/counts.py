@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.layout import BlockLayout
 from kvfleet.core.outcomes import Miss, Outcome, Source
+from kvfleet.core.planner import Plan
 from kvfleet.core.totals import BYTES_OF, INDEX, OUTCOME, UNCLAIMED, dropped_index
 from kvfleet.hits import Loaded, PrefixHit, StoreResult
 from kvfleet.node.tallies import Request, Tally
@@ -69,17 +70,20 @@ class Stats:
     def _add(self, name: str, number: int) -> None:
         self.tally.counts[INDEX[name]] += number
 
-    def looked_up(self, hit: PrefixHit) -> None:
-        """A lookup was answered: what is behind its hit has its outcome now, the rest when it is loaded."""
+    def looked_up(self, hit: PrefixHit, plan: Plan | None = None) -> None:
+        """A lookup was answered: what is not to be loaded has its outcome now, the rest when it is."""
         asked, found = hit.asked_blocks - hit.start_block, hit.num_blocks - hit.start_block
-        request = request_of(hit, self._layout)
+        planned = found if plan is None else plan.num_blocks
+        request = request_of(hit, self._layout, plan=plan)
         with self.tally.lock:
             self._add("lookups", 1)
             self._add("asked", asked)
             self._add("hit", found)
             if found < asked:
                 self.tally.counts[OUTCOME[hit.missing or Miss.UNKNOWN]] += asked - found
-            self._unclaimed += found
+            if planned < found:
+                self.tally.counts[OUTCOME[Miss.SLOWER_THAN_COMPUTE]] += found - planned
+            self._unclaimed += planned
             if hit.fault is not None:
                 self._faults[hit.fault] += 1
             self.tally.note(request)
@@ -103,6 +107,13 @@ class Stats:
                 counts[OUTCOME[outcome]] += number
             for source, num_bytes in loaded.bytes_by_source.items():
                 counts[BYTES_OF[source]] += num_bytes
+            self.tally.note(request)
+
+    def started(self, loaded: Loaded) -> None:
+        """The engine has the whole prompt of a load."""
+        assert loaded.hit is not None
+        request = request_of(loaded.hit, self._layout, loaded)
+        with self.tally.lock:
             self.tally.note(request)
 
     def stored(self, result: StoreResult) -> None:
@@ -141,7 +152,7 @@ class Stats:
             )
 
 
-def request_of(hit: PrefixHit, layout: BlockLayout, loaded: Loaded | None = None) -> Request:
+def request_of(hit: PrefixHit, layout: BlockLayout, loaded: Loaded | None = None, plan: Plan | None = None) -> Request:
     """What is remembered of a request once it is looked up, and once it is loaded."""
     local = nvme = pending = remote = shared = 0
     for run in hit.runs:  # each is counted where it is nearest
@@ -157,6 +168,8 @@ def request_of(hit: PrefixHit, layout: BlockLayout, loaded: Loaded | None = None
         else:
             shared += size
     came = loaded.counts if loaded is not None else {}
+    plan = loaded.plan if loaded is not None else plan
+    refused = plan is not None and plan.num_blocks < hit.num_blocks - hit.start_block
     return Request(
         asked_ns=hit.asked_ns,
         label=hit.label,
@@ -177,8 +190,14 @@ def request_of(hit: PrefixHit, layout: BlockLayout, loaded: Loaded | None = None
         from_nvme=came.get(Source.NVME, 0),
         from_peer=came.get(Source.PEER, 0),
         from_shared=came.get(Source.SHARED, 0),
-        miss=loaded.miss if loaded is not None else None,
+        miss=loaded.miss if loaded is not None else Miss.SLOWER_THAN_COMPUTE if refused else None,
         load_s=loaded.load_s if loaded is not None else 0.0,
+        planned_blocks=plan.num_blocks if plan is not None else 0,
+        predicted_load_s=(plan.predicted_load_s or 0.0) if plan is not None else 0.0,
+        predicted_ready_s=(plan.predicted_ttft_s or 0.0) if plan is not None else 0.0,
+        recompute_s=(plan.recompute_s or 0.0) if plan is not None else 0.0,
+        ready_s=(loaded.ready_s or 0.0) if loaded is not None else 0.0,
+        reason=plan.reason if plan is not None else "",
         first_key=hit.keys[:KEY_BYTES],
         last_key=hit.keys[-KEY_BYTES:],
     )

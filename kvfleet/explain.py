@@ -10,10 +10,13 @@ from typing_extensions import override
 
 from kvfleet.core.layout import BlockLayout
 from kvfleet.core.outcomes import Miss, Outcome, Source
+from kvfleet.core.planner import Plan
 from kvfleet.core.totals import UNCLAIMED
 from kvfleet.hits import HitRun, Loaded, PrefixHit
 
-__all__ = ["WORDS", "Explanation", "Part", "explain", "show_bytes", "show_count", "show_time", "words"]
+__all__ = [
+    "WORDS", "Explanation", "Part", "explain", "prompt_times", "show_bytes", "show_count", "show_time", "words",
+]  # fmt: skip
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -28,11 +31,14 @@ WORDS: Mapping[str, str] = {
     Miss.HOLDER_LOST.value: "the node that had it is gone",
     Miss.UNKNOWN.value: "never stored, or gone for too long to be remembered",
     Miss.NO_ROOM.value: "this node's memory had no room for it in time",
-    Miss.UNREACHABLE.value: "whoever has it failed, or is known not to answer",
+    Miss.UNREACHABLE.value: "the node that has it failed, or is known not to answer",
+    Miss.STORAGE_FAILED.value: "the storage that has it, the shared tier or a drive, failed or does not answer",
     Miss.TOO_SLOW.value: "its holder sent nothing for too long",
+    Miss.OBJECT_LOST.value: "its copy in the shared tier was deleted or damaged by something else than the fleet",
     Miss.CORRUPT.value: "its bytes were wrong",
     Miss.LAYOUT_REFUSED.value: "it is there, but of another layout",
     Miss.DEADLINE.value: "the time was up",
+    Miss.SLOWER_THAN_COMPUTE.value: "computing it was faster than loading it",
     Miss.MANAGER_UNAVAILABLE.value: "this node's manager does not answer",
     Miss.DIRECTORY_UNAVAILABLE.value: "the directory does not answer",
     Miss.BEHIND_MISS.value: "it was found, but a block before it did not come",
@@ -58,9 +64,9 @@ def show_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 1024**exponent:.{1 if exponent else 0}f} {_UNITS[exponent]}"
 
 
-def show_count(number: int, noun: str) -> str:
-    """So many of something, by its name in the singular."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def show_count(number: int, noun: str, plural: str = "") -> str:
+    """So many of something, by its name in the singular, and in the plural if that is not regular."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
 
 
 def show_time(seconds: float) -> str:
@@ -104,6 +110,8 @@ class Explanation:
         loaded_blocks: that came; None if there was no load (yet).
         load_s: how long the load took.
         load_calls: remote calls it took, by name.
+        plan: by which it was loaded; None if there was none.
+        ready_s: from the lookup on until the engine had the prompt's KV; None if it has not said.
     """
 
     label: str
@@ -118,6 +126,8 @@ class Explanation:
     loaded_blocks: int | None = None
     load_s: float = 0.0
     load_calls: tuple[str, ...] = ()
+    plan: Plan | None = None
+    ready_s: float | None = None
 
     @override
     def __str__(self) -> str:
@@ -136,7 +146,24 @@ class Explanation:
             yield f"  {numbers}, {tokens}: " + "; ".join(filter(None, (part.said, part.reason))) + size
         yield f"lookup: {_step(self.lookup_s, self.lookup_calls)}"
         if self.loaded_blocks is not None:
-            yield f"load: {_step(self.load_s, self.load_calls)}"
+            expected_s = self.plan.predicted_load_s if self.plan is not None else None
+            yield f"load: {_step(self.load_s, self.load_calls)}" + (
+                f", {show_time(expected_s)} expected" if expected_s else ""
+            )
+        if self.plan is not None and self.plan.reason:
+            yield f"plan: {show_count(self.plan.num_blocks, 'block')} to load: {self.plan.reason}"
+        if self.plan is not None and self.ready_s is not None:
+            yield f"prompt: {prompt_times(self.ready_s, self.plan.predicted_ttft_s, self.plan.recompute_s)}"
+
+
+def prompt_times(ready_s: float | None, predicted_s: float | None, recompute_s: float | None) -> str:
+    """When an engine had a prompt's KV, measured and expected; "" if nothing is known. In seconds."""
+    times = (
+        f"ready after {show_time(ready_s)}" if ready_s else "",
+        f"{show_time(predicted_s)} expected" if predicted_s else "",
+        f"{show_time(recompute_s)} without the cache" if recompute_s else "",
+    )
+    return ", ".join(filter(None, times))
 
 
 def _step(seconds: float, calls: Sequence[str]) -> str:
@@ -159,6 +186,8 @@ def explain(request: PrefixHit | Loaded, layout: BlockLayout) -> Explanation:
         None if loaded is None else int(loaded) // layout.block_tokens,
         0.0 if loaded is None else loaded.load_s,
         () if loaded is None else loaded.calls,
+        None if loaded is None else loaded.plan,
+        None if loaded is None else loaded.ready_s,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.directory import NodeId, Run
 from kvfleet.core.layout import BlockLayout
+from kvfleet.core.planner import Plan
 from kvfleet.node.messages import Miss, Outcome, Source
 
 __all__ = ["Claim", "HitRun", "Loaded", "PrefixHit", "StoreResult", "merge_runs", "true_head"]
@@ -97,6 +98,17 @@ class PrefixHit:
         assert len(self.keys) == self.asked_blocks * KEY_BYTES
         assert 0 <= self.start_block <= self.num_blocks <= self.asked_blocks
 
+    def part(self, start: int, stop: int) -> PrefixHit:
+        """Blocks [start, stop) of this hit, as one of its own. Whoever loads one part of a counted hit loads all."""
+        assert self.start_block <= start <= stop <= self.num_blocks
+        runs = tuple(
+            replace(run, start=max(run.start, start), stop=min(run.stop, stop))
+            for run in self.runs
+            if run.start < stop and run.stop > start
+        )
+        num_tokens = self.num_tokens // self.num_blocks * stop if stop else 0
+        return replace(self, num_tokens=num_tokens, num_blocks=stop, runs=runs, start_block=start)
+
     def keys_of(self, start: int, stop: int) -> bytes:
         """Packed keys of blocks [start, stop)."""
         return self.keys[start * KEY_BYTES : stop * KEY_BYTES]
@@ -156,6 +168,8 @@ class Loaded(int):
         counts: blocks by outcome.
         miss: why the load stopped short of the hit, or None.
         hit: what was loaded; None if it was not a client of a fleet that loaded it.
+        plan: by which it was, or None.
+        ready_s: from the lookup on until the engine had the whole prompt's KV; None if it has not said.
         load_s: how long it took.
         calls: remote calls it took, by name.
     """
@@ -165,12 +179,14 @@ class Loaded(int):
     counts: Mapping[Outcome, int]
     miss: Miss | None
     hit: PrefixHit | None = None
+    plan: Plan | None = None
+    ready_s: float | None = None
     load_s: float = 0.0
     calls: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome], layout: BlockLayout) -> Loaded:
-        """Count the blocks that came; none comes behind one that did not."""
+        """Count the blocks that came."""
         outcomes = tuple(outcomes)
         counts = {source: n for source in _SOURCES if (n := outcomes.count(source))}  # no hash of an enum a block
         came = sum(counts.values())
@@ -178,6 +194,8 @@ class Loaded(int):
         loaded.outcomes = outcomes
         loaded.bytes_by_source = {source: n * layout.block_bytes for source, n in counts.items()}
         missed = outcomes[came:]
+        if any(isinstance(outcome, Source) for outcome in missed):  # the engine has computed some in between
+            missed = tuple(outcome for outcome in outcomes if isinstance(outcome, Miss))
         loaded.counts = Counter[Outcome](missed) | Counter[Outcome](counts)
         loaded.miss = next((outcome for outcome in missed if isinstance(outcome, Miss)), None)
         return loaded
@@ -194,8 +212,9 @@ class StoreResult:
         published: the directory has acknowledged the stored blocks; False as well if all blocks were dropped. Blocks
             that were there already are made known by whoever stored them, which may be a moment later.
         num_bytes: bytes copied into the arena.
-        reason: why blocks were dropped, or "": `queue_full`, `no_room`, `draining`, `deadline`, `manager_unavailable`,
-            `reservation_lost`, `commit_lost`, `closed`, `forked`, or the name of an exception that the source raised.
+        reason: why blocks were dropped, or "": `not_worth` (less than what the node has), `queue_full`, `no_room`,
+            `draining`, `deadline`, `manager_unavailable`, `reservation_lost`, `commit_lost`, `closed`, `forked`, or the
+            name of an exception that the source raised.
     """
 
     stored: int = 0

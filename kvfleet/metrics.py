@@ -52,7 +52,7 @@ METRICS: Mapping[str, Metric] = {
     "kvfleet_reserved_blocks": Metric("blocks", "tier", "Blocks that are being written."),
     "kvfleet_held_bytes": Metric("bytes", "tier", "Bytes in slots that clients hold."),
     "kvfleet_avoided_holders": Metric("holders", "", "Nodes, and the shared tier, not asked until they answer."),
-    "kvfleet_unsaved_blocks": Metric("blocks", "", "Blocks that the shared tier does not have yet."),
+    "kvfleet_unsaved_blocks": Metric("blocks", "", "Blocks that wait for a copy in the shared tier."),
     "kvfleet_evicted_blocks_total": Metric("blocks", "tier", "Blocks that had to make room."),
     "kvfleet_lost_blocks_total": Metric("blocks", "", "Of those, blocks without a copy in the shared tier."),
     "kvfleet_drive_failed": Metric("drives", "drive", "1 while a drive is out of use, else 0."),

@@ -21,6 +21,7 @@ from kvfleet.writing import StoreJob, Writing
 __all__ = ["StoreTask", "StoreWorker"]
 
 _log = logging.getLogger(__name__)
+_RETIRE_BYTES = 4096  # what the end of a session counts in the queue, so that they are bounded too
 
 
 class StoreTask:
@@ -79,7 +80,7 @@ class StoreWorker:
         self._writing = writing
         self._block_bytes = layout.block_bytes
         self._queue_bytes_max = queue_bytes_max
-        self._jobs: queue.SimpleQueue[tuple[StoreJob, StoreTask] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[StoreJob | bytes, StoreTask] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._thread: threading.Thread | None = None
@@ -100,7 +101,17 @@ class StoreWorker:
             return ""
         if self._node.forked:  # the thread that would do it is the parent's
             return "forked"
-        num_bytes = job.num_blocks * self._block_bytes
+        return self._put(job, task, job.num_blocks * self._block_bytes)
+
+    def retire(self, session: bytes) -> StoreTask:
+        """Tell the manager of the end of a session, after what is queued; its digest is as managers know it."""
+        task = StoreTask()
+        reason = "forked" if self._node.forked else self._put(session, task, _RETIRE_BYTES)
+        if reason:
+            task.finish(StoreResult(published=False, reason=reason))
+        return task
+
+    def _put(self, job: StoreJob | bytes, task: StoreTask, num_bytes: int) -> str:
         with self._lock:
             if self._closed:
                 return "closed"
@@ -132,12 +143,28 @@ class StoreWorker:
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
             job, task = item
-            try:
-                result = self._writing.store(job)
-            except Exception as error:  # noqa: BLE001  a bug of ours must not end the thread
-                _log.exception("store dropped")
-                result = StoreResult(dropped=job.num_blocks, published=False, reason=type(error).__name__)
-            with self._lock:
-                self._queued_bytes -= job.num_blocks * self._block_bytes
-            self._finish(job, task, result)
-            del item, job, task, result  # while we wait for the next one, this one's memory is the caller's again
+            if isinstance(job, bytes):
+                self._do_retire(job, task)
+            else:
+                self._do_store(job, task)
+            del item, job, task  # while we wait for the next one, this one's memory is the caller's again
+
+    def _do_store(self, job: StoreJob, task: StoreTask) -> None:
+        try:
+            result = self._writing.store(job)
+        except Exception as error:  # noqa: BLE001  a bug of ours must not end the thread
+            _log.exception("store dropped")
+            result = StoreResult(dropped=job.num_blocks, published=False, reason=type(error).__name__)
+        with self._lock:
+            self._queued_bytes -= job.num_blocks * self._block_bytes
+        self._finish(job, task, result)
+
+    def _do_retire(self, session: bytes, task: StoreTask) -> None:
+        try:
+            result = self._writing.retire(session)
+        except Exception as error:  # noqa: BLE001  likewise
+            _log.exception("the end of a session is not told")
+            result = StoreResult(published=False, reason=type(error).__name__)
+        with self._lock:
+            self._queued_bytes -= _RETIRE_BYTES
+        task.finish(result)

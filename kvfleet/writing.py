@@ -12,6 +12,7 @@ from typing import TypeAlias
 from kvfleet.attachment import AttachedNode, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.core.layout import BlockLayout
 from kvfleet.counts import Stats
 from kvfleet.errors import DeadlineExceededError, KvFleetError, ManagerAvoidedError
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 _COMMIT_RETRY_S = 0.25
 _GIVE_BACK_TIMEOUT_S = 1.0
 _GIVEN_UP_BYTES_MAX = 4096 * KEY_BYTES  # kept until the manager can be told; hints, so more are not
-_TOLD = frozenset({"draining", "no_room"})  # reasons that come from the manager
+_TOLD = frozenset({"draining", "no_room", "not_worth"})  # reasons that come from the manager
 
 Fill: TypeAlias = Callable[[int, Bytes], int]
 """Writes block `index` of the prefix into a slot and returns the xxh3-64 of what it wrote."""
@@ -40,12 +41,14 @@ class StoreJob:
         first: index of the first block to store.
         num_blocks: how many to store.
         fill: see `Fill`.
+        hints: of the caller; the session as managers know it.
     """
 
     keys: bytes
     first: int
     num_blocks: int
     fill: Fill
+    hints: Hints = NO_HINTS
 
 
 class Writing:
@@ -89,6 +92,20 @@ class Writing:
         published = published and dropped < job.num_blocks
         return StoreResult(stored, already, dropped, published, stored * self._layout.block_bytes, reason)
 
+    def retire(self, session: bytes) -> StoreResult:
+        """Tell the manager that a session has ended; once, as it only costs hits if it does not hear of it."""
+        try:
+            self._node.attach(self._config.attach_timeout_s)
+            self._manager.retire(session, self._config.lookup_timeout_s)
+        except ManagerAvoidedError:
+            return StoreResult(published=False, reason="manager_unavailable")
+        except KvFleetError as error:
+            _log.info("the end of a session not told: %s", error)
+            self.stats.called("retire")
+            return StoreResult(published=False, reason="manager_unavailable")
+        self.stats.called("retire")
+        return StoreResult()
+
     def remember(self, job: StoreJob, result: StoreResult) -> None:
         """Keep what was given up without the manager's knowledge, so that lookups can be told why nobody has it."""
         if result.dropped and result.reason not in _TOLD:
@@ -120,8 +137,7 @@ class Writing:
             self._node.attach(left, again=True)
             return start, StoreResult()
         if not reply.slots:
-            reason = "draining" if reply.draining else "no_room" if reply.refused else ""
-            return stop, StoreResult(already=reply.already, reason=reason)
+            return stop, StoreResult(already=reply.already, reason="draining" if reply.draining else _left_out(reply))
         return stop, self._write(job, start, reply, arena, deadline)
 
     def _batch_blocks(self, arena: Arena) -> int:
@@ -143,6 +159,7 @@ class Writing:
             num_bytes=self._layout.block_bytes,
             timeout_s=left,
             given_up=given_up,
+            hints=job.hints,
         )
         try:
             reply = self._manager.reserve(request, left)
@@ -170,7 +187,7 @@ class Writing:
             self._give_back(arena)  # else they stay ours until the next store, if there is one
             return StoreResult(already=reply.already, published=False, reason="commit_lost")
         lost = len(reply.slots) - commit.committed
-        reason = "no_room" if reply.refused else "reservation_lost" if lost else ""
+        reason = _left_out(reply) or ("reservation_lost" if lost else "")
         return StoreResult(commit.committed, reply.already, 0, commit.published, 0, reason)
 
     def _fill(self, job: StoreJob, start: int, reply: ReserveReply, arena: Arena) -> tuple[int, ...]:
@@ -206,3 +223,8 @@ class Writing:
             self._manager.commit(request, _GIVE_BACK_TIMEOUT_S)
         except KvFleetError as error:
             _log.info("slots not given back: %s", error)
+
+
+def _left_out(reply: ReserveReply) -> str:
+    """Why some blocks got no slot; "" if none was left out."""
+    return "no_room" if reply.refused else "not_worth" if reply.declined else ""

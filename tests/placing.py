@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvfleet.config import MIB
 from kvfleet.core.block import BlockKey
 from kvfleet.core.placement import Admission, Gate, LowerTier, NewBlock, Placement
-from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.policies import POLICIES
 from kvfleet.core.slabs import SlabMap
 from kvfleet.testing.clock import ManualClock
 from kvfleet.testing.policies import block_key
@@ -21,10 +21,10 @@ class Node:
         self.slabs = SlabMap(num_units * MIB, MIB, 4096)
         self.refusing: set[LowerTier] = set()
         self.uses_needed = 0
-        self.placement = Placement(self.slabs, LeafFirstLRU, lower={tier: self.gate(tier) for tier in lower})
+        self.placement = Placement(self.slabs, POLICIES["lru"], lower={tier: self.gate(tier) for tier in lower})
 
     def gate(self, tier: LowerTier) -> Gate:
-        return lambda _, uses: tier not in self.refusing and uses >= self.uses_needed
+        return lambda _, uses, _expected: tier not in self.refusing and uses >= self.uses_needed
 
     def ask(self, numbers: Iterable[int], parent: int | None = None, shard: int = 0, num_bytes: int = MIB) -> Admission:
         """Admit a prefix, a second after the last call."""

@@ -67,6 +67,10 @@ class RigManagerPort(ManagerPort):
         self._call("release", timeout_s, client_id, number)
 
     @override
+    def retire(self, session: bytes, timeout_s: float) -> Any:
+        return self._call("retire", timeout_s, session)
+
+    @override
     def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:
         deadline = time.monotonic() + request.timeout_s + GRACE_S
         stream = self._rig.stream(self._number, "load", "step", request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvfleet.bench.cputime import CpuTimes
 from kvfleet.bench.report import Row, measure
 from kvfleet.bench.workload import spec_of
 from kvfleet.config import GIB, MIB, DriveConfig, FleetConfig
@@ -36,6 +36,7 @@ MEASURES = (
 )
 
 _SEED = 20250101
+_WARMUPS = 1
 _FULL = 2  # times what a run writes, that the drive holds
 _RATED_BYTES = 1 << 60  # its write budget is not what is measured
 
@@ -51,17 +52,13 @@ class Site:
         directory: the bench's own, on the drive.
         inflight: transfers at once.
         codec: of the blocks.
-        cpu: CPU seconds and bytes moved, by case.
+        cpu: what each case costs.
     """
 
     directory: Path
     inflight: int
     codec: str
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-
-    def cpu_text(self) -> str:
-        """CPU seconds per GB of each case, for reading."""
-        return ", ".join(f"{name} {seconds / moved * 1e9:.2f}" for name, (seconds, moved) in self.cpu.items())
+    cpu: CpuTimes = field(default_factory=lambda: CpuTimes(_WARMUPS))
 
 
 @contextmanager
@@ -96,19 +93,9 @@ def rows(site: Site, block_tokens: int, num_blocks: int, repeats: int) -> list[R
             {"O_DIRECT read": lambda: plain.read(targets), "read": lambda: tier.read(sources, targets)},
         ):
             found += measure(
-                cases, block_bytes=block_bytes, num_blocks=num_blocks, moves=True, repeats=repeats, warmups=1
+                cases, block_bytes=block_bytes, num_blocks=num_blocks, moves=True, repeats=repeats, warmups=_WARMUPS
             )
     return found
-
-
-def _timed(site: Site, name: str, num_bytes: int, work: Callable[[], object]) -> float:
-    """Seconds that work takes. Adds up the CPU seconds of all threads, and what was moved for them."""
-    started, spent = time.perf_counter(), time.process_time()
-    work()
-    seconds, total = time.perf_counter() - started, site.cpu.setdefault(name, [0.0, 0.0])
-    total[0] += time.process_time() - spent
-    total[1] += num_bytes
-    return seconds
 
 
 class _Plain:
@@ -134,7 +121,7 @@ class _Plain:
             list(self._threads.map(self._file.write, places, blocks))
             self._file.flush()
 
-        return _timed(self._site, "O_DIRECT write", sum(map(len, blocks)), work)
+        return self._site.cpu.timed("O_DIRECT write", sum(map(len, blocks)), work)
 
     def read(self, targets: Sequence[Bytes]) -> float:
         """Read blocks from the beginning on."""
@@ -143,7 +130,7 @@ class _Plain:
         def work() -> None:
             list(self._threads.map(self._file.read, places, targets))
 
-        return _timed(self._site, "O_DIRECT read", sum(map(len, targets)), work)
+        return self._site.cpu.timed("O_DIRECT read", sum(map(len, targets)), work)
 
 
 @contextmanager
@@ -178,11 +165,15 @@ class _Tier:
     def fill(self, blocks: Sequence[Bytes], times: int) -> None:
         """Write blocks until the drive is full."""
         for _ in range(times):
-            self.write(blocks, "fill")
-        del self._site.cpu["fill"]
+            self._do(self._storing(blocks))
 
-    def write(self, blocks: Sequence[Bytes], name: str = "write") -> float:
+    def write(self, blocks: Sequence[Bytes]) -> float:
         """Store blocks that are new."""
+        work = self._storing(blocks)
+        return self._site.cpu.timed("write", sum(map(len, blocks)), lambda: self._do(work))
+
+    def _storing(self, blocks: Sequence[Bytes]) -> _Work:
+        """What stores blocks under keys that are new."""
         numbers = [next(self._numbers) for _ in blocks]
         self._last = [BlockKey(xxhash.xxh3_128_digest(number.to_bytes(8, "little"))) for number in numbers]
         sums = [xxhash.xxh3_64_intdigest(block.data) for block in blocks]
@@ -197,7 +188,7 @@ class _Tier:
             )
             assert all(await asyncio.gather(*writes)), self._tier.status()
 
-        return _timed(self._site, name, sum(map(len, blocks)), lambda: self._do(work))
+        return work
 
     def read(self, blocks: Sequence[Bytes], targets: Sequence[Bytes]) -> float:
         """Read what was stored last."""
@@ -206,7 +197,7 @@ class _Tier:
             reads = (self._tier.read(key, 0, target, 2) for key, target in zip(self._last, targets, strict=True))
             assert None not in await asyncio.gather(*reads)
 
-        seconds = _timed(self._site, "read", sum(map(len, targets)), lambda: self._do(work))
+        seconds = self._site.cpu.timed("read", sum(map(len, targets)), lambda: self._do(work))
         assert all(np.array_equal(*pair) for pair in zip(blocks, targets, strict=True)), "what was written is read"
         return seconds
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvfleet.bench.cputime import CpuTimes
 from kvfleet.bench.report import Row, Run, measure
 from kvfleet.bench.workload import spec_of
 from kvfleet.core.block import BlockKey
@@ -48,18 +48,14 @@ class Site:
         tier: as nodes use it.
         bare: the same storage by the client library alone.
         concurrency: requests at once.
-        cpu: CPU seconds and bytes moved, by case.
+        cpu: what each case costs this process.
     """
 
     tier: SharedTier
     bare: _Bare
     concurrency: int
     threads: ThreadPoolExecutor
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-
-    def cpu_text(self) -> str:
-        """CPU seconds per GB of each case, for reading."""
-        return ", ".join(f"{name} {seconds / moved * 1e9:.2f}" for name, (seconds, moved) in self.cpu.items())
+    cpu: CpuTimes = field(default_factory=lambda: CpuTimes(_WARMUPS))
 
 
 class _Bare:
@@ -156,20 +152,22 @@ def rows(site: Site, block_tokens: int, num_blocks: int, repeats: int) -> list[R
     def read(number: int) -> None:
         assert site.tier.read(space, 1, keys[number], 0, targets[number]) == sums[number]
 
-    def tier(call: Callable[[int], object]) -> Run:
-        return lambda: _timed(lambda: list(site.threads.map(call, range(num_blocks))))
+    def tier(name: str, call: Callable[[int], object]) -> Run:
+        return lambda: site.cpu.timed(name, moved, lambda: list(site.threads.map(call, range(num_blocks))))
 
-    def bare(calls: Sequence[Callable[[], Any]]) -> Run:
-        return lambda: _timed(lambda: site.bare.run(calls, site.threads, site.concurrency))
+    def bare(name: str, calls: Sequence[Callable[[], Any]]) -> Run:
+        return lambda: site.cpu.timed(name, moved, lambda: site.bare.run(calls, site.threads, site.concurrency))
 
     puts = [partial(site.bare.put, number, data) for number, data in enumerate(objects)]
     gets = [partial(site.bare.get, number, layout.block_bytes) for number in range(num_blocks)]
     moved = num_blocks * layout.block_bytes
     found: list[Row] = []
-    for cases in ({"bare put": bare(puts), "write": tier(write)}, {"bare get": bare(gets), "read": tier(read)}):
-        counted = {name: _counted(site, name, run, moved) for name, run in cases.items()}
+    for cases in (
+        {"bare put": bare("bare put", puts), "write": tier("write", write)},
+        {"bare get": bare("bare get", gets), "read": tier("read", read)},
+    ):
         found += measure(
-            counted,
+            cases,
             block_bytes=layout.block_bytes,
             num_blocks=num_blocks,
             moves=True,
@@ -177,25 +175,3 @@ def rows(site: Site, block_tokens: int, num_blocks: int, repeats: int) -> list[R
             warmups=_WARMUPS,
         )
     return found
-
-
-def _timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def _counted(site: Site, name: str, run: Run, num_bytes: int) -> Run:
-    """Add up the CPU seconds of all threads, and what was moved for them, but for the warm-up."""
-    rounds = iter(range(_WARMUPS))
-
-    def counted() -> float:
-        started = time.process_time()
-        seconds = run()
-        if next(rounds, None) is None:
-            spent = site.cpu.setdefault(name, [0.0, 0.0])
-            spent[0] += time.process_time() - started
-            spent[1] += num_bytes
-        return seconds
-
-    return counted

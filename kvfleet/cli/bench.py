@@ -137,7 +137,7 @@ def shared(  # noqa: PLR0913  each is an option
 
     with plain_errors(), bench.open_site(url, concurrency, codec_of(codec, "codec")) as site:
         rows = [row for size, count in _sizes(block_tokens, blocks) for row in bench.rows(site, size, count, repeats)]
-        _tell("shared", bench.MEASURES.format(concurrency=concurrency, cpu=site.cpu_text()), rows, json_file)
+        _tell("shared", bench.MEASURES.format(concurrency=concurrency, cpu=site.cpu.text()), rows, json_file)
 
 
 @app.command()
@@ -155,7 +155,7 @@ def nvme(  # noqa: PLR0913  each is an option
 
     with plain_errors(), bench.open_site(directory, inflight, codec) as site:
         rows = [row for size, count in _sizes(block_tokens, blocks) for row in bench.rows(site, size, count, repeats)]
-        _tell("nvme", bench.MEASURES.format(inflight=inflight, cpu=site.cpu_text()), rows, json_file)
+        _tell("nvme", bench.MEASURES.format(inflight=inflight, cpu=site.cpu.text()), rows, json_file)
 
 
 @app.command()
@@ -181,6 +181,65 @@ def vllm(
             rows = bench.rows(pair, tokens, repeats)
             hooks = bench.hook_times(pair)
         _tell("vllm", f"{bench.MEASURES} {hooks}.", rows, json_file, count="tokens")
+
+
+@app.command()
+def planner(
+    tokens: Annotated[int, typer.Option(min=256, help="Of a prompt.")] = 1024,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 64,
+    factor: Annotated[
+        list[float], typer.Option(min=0.01, help="Speed of the shared tier, times the model's. Repeat for several.")
+    ] = [0.25, 0.8, 1.5, 4.0],  # noqa: B006
+    repeats: Repeats = 8,
+    json_file: JsonFile = None,
+) -> None:
+    """Prompts of SmolLM2 with a shared tier slower and faster than computing; floor: the model alone."""
+    from kvfleet.bench import planner as bench
+    from kvfleet.cli.demo_model import load_model, prepare_smollm2
+    from kvfleet.connectors.filedigests import cache_directory
+
+    with plain_errors():
+        model = load_model(prepare_smollm2(cache_directory()))
+        with bench.open_site(model, tokens, repeats + bench.UNCOUNTED, block_tokens) as site:
+            cases = site.cases(factor)
+        measures = f"{bench.measures(site)} {bench.expectations(cases)}."
+        _tell("planner", measures, bench.rows(cases, tokens), json_file, count="tokens")
+
+
+@app.command()
+def policies(
+    policy: Annotated[list[str] | None, typer.Option(help="By name. Repeat for several. Default: all.")] = None,
+    resident: Annotated[list[int], typer.Option(min=1, help="Blocks there. Repeat for several.")] = [10_000, 100_000],  # noqa: B006
+    requests: Annotated[int, typer.Option(min=1, help="That are timed.")] = 2_000,
+    trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="To replay for hit rates.")] = None,
+    capacity: Annotated[
+        list[int] | None, typer.Option(min=1, help="Blocks, for the trace. Repeat for several.")
+    ] = None,
+) -> None:
+    """What policies cost a block, and what they keep of a trace."""
+    from rich.table import Table
+
+    from kvfleet.bench import policies as bench
+    from kvfleet.core.policies import POLICIES
+    from kvfleet.errors import ConfigError
+    from kvfleet.sim.trace import load_trace
+
+    with plain_errors():
+        names = policy or list(POLICIES)
+        unknown = [name for name in names if name not in POLICIES]
+        if unknown:
+            raise ConfigError("--policy", f"must be of {', '.join(POLICIES)}, is {unknown[0]!r}")
+        costs = Table("policy", "resident blocks", "µs a block", title=bench.MEASURES.format(blocks=bench.BLOCKS))
+        for cost in bench.costs(names, resident, requests):
+            costs.add_row(cost.policy, f"{cost.resident:,}", f"{cost.us_per_block:.1f}")
+        Console().print(costs)
+        if trace is not None:
+            loaded = load_trace(trace)
+            shares = capacity or [max(1, loaded.distinct * percent // 100) for percent in (1, 2, 5, 10, 20)]
+            found = Table("policy", "room, blocks", "hits", title=f"{trace.name}: {len(loaded.requests):,} requests")
+            for one in bench.hits(names, shares, loaded):
+                found.add_row(one.policy, f"{one.capacity_blocks:,}", f"{one.hit_rate:.1%}")
+            Console().print(found)
 
 
 def _sizes(block_tokens: list[int], blocks: list[int]) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ Address = Annotated[
 
 def parse_bytes(text: str) -> int:
     """A size like `48GiB` or `1073741824`, in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i)?B?", text)
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMGT]i)?B?", text)
     if found is None:
         raise typer.BadParameter(f"{text!r} is no size; write one like 48GiB or 512MiB")
     number, unit = found.groups()

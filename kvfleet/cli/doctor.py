@@ -30,7 +30,12 @@ def doctor(
         bool, typer.Option("--repair", help="Drop damaged blocks, and bring the books in line with the media.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0, help="Longest time each node takes to read its memory; drives are read whole.")
+        float,
+        typer.Option(
+            min=0,
+            help="Longest time each node takes to read its memory, and as long for copies in the shared tier; what was "
+            "not read by then is told. Drives are read whole.",
+        ),
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
@@ -43,7 +48,8 @@ def doctor(
         from kvfleet.operating import join
 
         fleet = join(name, address=address)
-        found = look_over(name, seconds, repair=repair)
+        with Console(stderr=True).status("reading what the nodes hold"):  # on a terminal only
+            found = look_over(name, seconds, repair=repair)
         directory = fleet.status().directory
     if as_json:
         typer.echo(json.dumps({"nodes": [asdict(one) for one in found], "directory": directory is not None}, indent=2))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typing_extensions import Self
 
 from kvfleet.cli.console import Address, Name, plain_errors, show_bytes, show_count
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from kvfleet.operating import FleetStatus
 
 __all__ = ["Saving", "down", "summary"]
+
+_QUIET_S = 6.0  # without progress, after which it is told why, and again at times
 
 
 def down(
@@ -40,7 +43,7 @@ def down(
             console.print(f"fleet {name} does not run here: nothing to stop", highlight=False)
             return
         found = fleet.status()
-        with Saving(console) as saving:
+        with Saving(Console(stderr=True), lambda: _obstacles(fleet.status())) as saving:
             unsaved = fleet.stop(drain_timeout_s=drain_timeout, on_progress=saving.show)
     for line in summary(found, saving.first, unsaved):
         console.print(line, highlight=False, soft_wrap=True)
@@ -66,17 +69,36 @@ def summary(found: FleetStatus, unsaved_before: int, unsaved: int) -> Iterator[s
         yield f"{node[:8]}: its manager did not answer; the next fleet that starts there frees its memory"
 
 
+def _obstacles(found: FleetStatus) -> list[str]:
+    """What keeps blocks from being saved, as far as nodes know."""
+    problems = [node.shared_problem for node in found.nodes if node.shared_problem]
+    problems += [drive.problem for node in found.nodes for drive in node.drives if drive.problem and not drive.works]
+    return list(dict.fromkeys(problems))
+
+
 class Saving:
-    """How far saving is: a bar, on a terminal.
+    """How far saving is: a bar on a terminal, else a line when there is something to save.
+
+    Where it does not get on, it says why.
 
     Attributes:
         first: how many blocks were to be saved.
     """
 
-    def __init__(self, console: Console) -> None:
-        columns = (TextColumn("saving"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
+    def __init__(self, console: Console, obstacles: Callable[[], list[str]]) -> None:
+        """Nothing is shown yet.
+
+        Args:
+            console: to show it on.
+            obstacles: what keeps blocks from being saved, asked when no block is for some seconds.
+        """
+        columns = (TextColumn("saving"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"), TimeElapsedColumn())
+        self._console = console
+        self._obstacles = obstacles
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("saving", total=None, visible=False)
+        self._left = 0
+        self._moved_at = time.monotonic()
         self.first = 0
 
     def __enter__(self) -> Self:
@@ -88,5 +110,16 @@ class Saving:
 
     def show(self, left: int) -> None:
         """So many blocks are left."""
+        if left and not self.first and not self._console.is_terminal:
+            self._say(f"saving {show_count(left, 'block')}")
         self.first = max(self.first, left)
         self._progress.update(self._task, total=self.first, completed=self.first - left, visible=self.first > 0)
+        if left != self._left:
+            self._left, self._moved_at = left, time.monotonic()
+        elif left and time.monotonic() - self._moved_at >= _QUIET_S:
+            why = "; ".join(self._obstacles())
+            self._say(f"{show_count(left, 'block')} left to save" + (f": {why}" if why else ""))
+            self._moved_at = time.monotonic()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

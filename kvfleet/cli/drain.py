@@ -25,7 +25,8 @@ def drain(
 ) -> None:
     """Prepare a node to leave: no more stores, and its most valuable unsaved blocks go to the shared tier.
 
-    Loads from it go on, and it stays drained until `--resume`, or until the node is gone.
+    First those in its memory, then those on its drives. Loads from it go on, and it stays drained until `--resume`, or
+    until the node is gone.
     """
     with plain_errors():
         from kvfleet.operating import join

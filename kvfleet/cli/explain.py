@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvfleet.cli.console import Address, Name, plain_errors, show_bytes, show_count
 from kvfleet.core.outcomes import Miss, Source
-from kvfleet.explain import show_time, words
+from kvfleet.explain import prompt_times, show_time, words
 
 if TYPE_CHECKING:
     from kvfleet.core.directory import NodeId
@@ -118,7 +118,12 @@ def _rows(node: NodeId, request: Request) -> Iterator[tuple[str, str]]:
         yield "not loaded", f"{found - request.came:,}: {_why(request.miss)}"
     yield "lookup took", show_time(request.lookup_s)
     if request.loaded:
-        yield "load took", show_time(request.load_s)
+        expected_s = request.predicted_load_s
+        yield "load took", show_time(request.load_s) + (f", {show_time(expected_s)} expected" if expected_s else "")
+    if request.reason:
+        yield "plan", f"{show_count(request.planned_blocks, 'block')} to load: {request.reason}"
+    if prompt := prompt_times(request.ready_s, request.predicted_ready_s, request.recompute_s):
+        yield "prompt", prompt
     yield "keys", f"{request.first_key.hex()} to {request.last_key.hex()}"
 
 

@@ -21,7 +21,7 @@ from kvfleet.explain import show_bytes
 
 if TYPE_CHECKING:
     from kvfleet.node.copies import Copy
-    from kvfleet.node.inspecting import Findings
+    from kvfleet.node.findings import Findings
 
 __all__ = ["copies_table", "findings_table", "inspect"]
 
@@ -40,6 +40,12 @@ def inspect(
     ],
     name: Name = "default",
     address: Address = "auto",
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            envvar="AWS_ENDPOINT_URL", metavar="URL", help="Of the S3 server, for s3:// URLs, if it is not Amazon's."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Say what a block file, drive, arena, manifest or object is, and whether it is sound; changes nothing.
@@ -50,12 +56,12 @@ def inspect(
         if _KEY.fullmatch(what) and not Path(what).exists():
             sound = _key(what.lower()[:_KEY_DIGITS], name, address, as_json=as_json)
         else:
-            sound = _thing(what, as_json=as_json)
+            sound = _thing(what, endpoint, as_json=as_json)
     if not sound:
         raise typer.Exit(1)
 
 
-def _thing(what: str, *, as_json: bool) -> bool:
+def _thing(what: str, endpoint: str | None, *, as_json: bool) -> bool:
     from kvfleet.node.inspecting import inspect_url
     from kvfleet.node.inspectpath import inspect_path
 
@@ -64,7 +70,8 @@ def _thing(what: str, *, as_json: bool) -> bool:
     if "://" not in what and not Path(what).exists():
         hint = "; a block's key has 32 hex digits" if _PART_OF_KEY.fullmatch(what) else ""
         raise ConfigError("", f"{what}: no such file or directory{hint}")
-    findings = inspect_url(what) if "://" in what else inspect_path(Path(what))
+    options = {"endpoint_url": endpoint} if endpoint and what.startswith(("s3://", "s3a://")) else {}
+    findings = inspect_url(what, options) if "://" in what else inspect_path(Path(what))
     if as_json:
         typer.echo(json.dumps(asdict(findings) | {"facts": dict(findings.facts), "sound": findings.sound}, indent=2))
         return findings.sound

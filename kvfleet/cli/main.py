@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvfleet.cli import bench, demo, doctor, down, drain, explain, inspect, status, up
+from kvfleet.cli import bench, demo, doctor, down, drain, explain, inspect, record, simulate, size, status, up
 
 __all__ = ["app"]
 
@@ -18,7 +18,10 @@ app.command()(down.down)
 app.command()(status.status)
 app.command()(explain.explain)
 app.command()(drain.drain)
+app.command()(record.record)
 app.command()(inspect.inspect)
 app.command()(doctor.doctor)
+app.command()(simulate.simulate)
+app.command()(size.size)
 app.command("demo")(demo.run)
 app.add_typer(bench.app, name="bench")

@@ -14,11 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvfleet.connectors.transformers_model import cache_argument, forward, layout_of, spec_for
-from kvfleet.core.block import KEY_BYTES
-from kvfleet.core.layout import ModelSpec
+from kvfleet.connectors.transformers_model import cache_argument, layout_of, spec_for
+from kvfleet.connectors.transformers_prompt import PrefixCache, Prompt
 from kvfleet.errors import ConfigError, LayoutMismatchError
 from kvfleet.hits import Loaded, PrefixHit, StoreResult
 from kvfleet.node.messages import Source
@@ -42,24 +41,6 @@ _GENERATE_ARGUMENTS = frozenset(
         "tokenizer",
     }
 )
-
-
-class PrefixCache(Protocol):
-    """What is needed of a `kvfleet.Client`."""
-
-    spec: ModelSpec
-
-    def lookup(self, token_ids: Any, /) -> PrefixHit:  # noqa: ANN401 - see Client
-        """See `Client.lookup`."""
-        ...
-
-    def load(self, hit: PrefixHit, into: object, /) -> Loaded:
-        """See `Client.load`."""
-        ...
-
-    def store_keys(self, keys: bytes, kv: object, /, *, start_block: int) -> StoreTask:
-        """See `Client.store_keys`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +142,10 @@ class TransformersConnector:
             raise ConfigError("input_ids", f"one prompt at a time, shape (1, num_tokens), is {tuple(input_ids.shape)}")
         started = time.monotonic()
         hit = self._client.lookup(input_ids[0].cpu().numpy())
-        cache, loaded = self._load(hit)
-        stores = self._compute(input_ids, cache, hit, first=loaded // self._layout.block_tokens)
-        prompt_tokens = input_ids.shape[1]
+        prompt, loaded = self._fill(input_ids, hit)
+        seconds = time.monotonic() - started
+        self._client.started(loaded, seconds)
+        cache, prompt_tokens = prompt.cache, input_ids.shape[1]
         if hit.asked_blocks * self._layout.block_tokens == prompt_tokens:
             cache.crop(-1)
         return Prefill(
@@ -171,49 +153,19 @@ class TransformersConnector:
             prompt_tokens=prompt_tokens,
             reused_tokens=min(int(loaded), prompt_tokens - 1),
             loaded=loaded,
-            stores=stores,
-            seconds=time.monotonic() - started,
+            stores=tuple(prompt.stores),
+            seconds=seconds,
         )
 
-    def _load(self, hit: PrefixHit) -> tuple[DynamicCache, Loaded]:
-        """A cache with the blocks of the hit that came."""
-        import torch
-        from transformers import DynamicCache
-
-        num_layers, _, num_heads, _, head_dim = self._layout.shape
-        dtype = getattr(torch, self._layout.dtype)
-        buffer = torch.empty((num_layers, 2, num_heads, hit.num_tokens, head_dim), dtype=dtype)
-        loaded = self._client.load(hit, buffer)
-        layers = None
-        if loaded:
-            device = self._model.device
-            layers = [tuple(kv[None, :, :loaded].to(device) for kv in layer) for layer in buffer]
-        return DynamicCache(layers, config=self._model.config), loaded
-
-    def _compute(
-        self, input_ids: torch.Tensor, cache: DynamicCache, hit: PrefixHit, first: int
-    ) -> tuple[StoreTask, ...]:
-        """Run the model over the whole blocks from `first` on, and store each as soon as it is there."""
-        stores = []
-        for index in range(first, hit.asked_blocks):
-            start = index * self._layout.block_tokens
-            forward(self._model, input_ids[:, start : start + self._layout.block_tokens], cache)
-            keys = hit.keys[: (index + 1) * KEY_BYTES]
-            stores.append(self._client.store_keys(keys, self._newest_block(cache), start_block=index))
-        return tuple(stores)
-
-    def _newest_block(self, cache: DynamicCache) -> torch.Tensor:
-        """Copy of the last `block_tokens` tokens of a cache, of the layout's shape, on the CPU.
-
-        A copy because the cache moves its tensors as it grows, while the store reads in the background.
-        """
-        import torch
-
-        block = torch.empty(self._layout.shape, dtype=getattr(torch, self._layout.dtype))
-        for target, layer in zip(block, cache.layers, strict=True):
-            target[0].copy_(layer.keys[0, :, -self._layout.block_tokens :])
-            target[1].copy_(layer.values[0, :, -self._layout.block_tokens :])
-        return block
+    def _fill(self, input_ids: torch.Tensor, hit: PrefixHit) -> tuple[Prompt, Loaded]:
+        """Load what is worth it, compute the rest."""
+        client, whole_tokens = self._client, hit.asked_blocks * self._layout.block_tokens
+        prompt = Prompt(self._model, client, input_ids, hit)
+        plan = client.planning.plan(hit, whole_tokens, can_split=True)
+        stop = hit.start_block if plan.tail is None else plan.tail.start
+        loaded = client.load(hit, prompt.buffer, plan=plan, meanwhile=lambda first: prompt.begin(first, stop))
+        prompt.finish(loaded)
+        return prompt, loaded
 
 
 def _check_settings(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:

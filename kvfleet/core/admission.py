@@ -8,13 +8,26 @@ from typing import Literal
 
 from kvfleet.core.block import BlockKey
 
-__all__ = ["Admission", "Counters", "Evicted", "Gate", "Grant", "LowerTier", "NewBlock", "Restored", "Transfer"]
+__all__ = [
+    "EXPECTED_MIN", "Admission", "Counters", "Evicted", "Gate", "Grant", "LowerTier", "NewBlock", "Restored",
+    "Transfer", "shared_takes",
+]  # fmt: skip
 
 LowerTier = Literal["nvme", "shared"]
 """A tier that blocks are copied down to: the node's own drives, or the one that all nodes share."""
 
-Gate = Callable[[int, int], bool]
-"""`gate(num_bytes, uses)`: whether a lower tier would take a block now that was used so often since it came."""
+Gate = Callable[[int, int, float | None], bool]
+"""`gate(num_bytes, uses, expected_uses)`: whether a lower tier would take a block now.
+
+`uses`: how often it was used since it came. `expected_uses`: how often it will be; None: too early to say."""
+
+EXPECTED_MIN = 0.01
+"""Uses that a block must be expected to have for any tier below to take it, where that is known."""
+
+
+def shared_takes(_num_bytes: int, _uses: int, expected_uses: float | None) -> bool:
+    """The gate of the shared tier: what is not known to be of no use to anybody."""
+    return expected_uses is None or expected_uses >= EXPECTED_MIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,7 @@ class Admission:
         already: blocks that are here, or are being written.
         refused: no room now. The same blocks may be asked for again once the transfers are completed. If there
             are none, room can only come with a commit, abort, release or the end of another's transfer.
+        declined: worth less than what is here, so that they would only do harm; with each of them all after it.
         transfers: to be done so that the refused find room.
         evicted: gone. Their generations must be bumped before a granted slot is written.
     """
@@ -86,6 +100,7 @@ class Admission:
     grants: list[Grant] = field(default_factory=list)
     already: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    declined: list[int] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     evicted: list[Evicted] = field(default_factory=list)
 
@@ -122,6 +137,7 @@ class Counters:
     Attributes:
         admitted: got a slot.
         refused: found no room, counted each time they were asked for.
+        not_worth: were declined, as what is here is worth more.
         evicted: left to make room.
         dropped_unsaved: of those evicted, left without a copy below.
         demoted: were copied below because room was needed.
@@ -131,8 +147,15 @@ class Counters:
 
     admitted: int = 0
     refused: int = 0
+    not_worth: int = 0
     evicted: int = 0
     dropped_unsaved: int = 0
     demoted: int = 0
     saved: int = 0
     transfers_failed: int = 0
+
+    def count(self, answer: Admission) -> None:
+        """Count what became of blocks that wanted in."""
+        self.admitted += len(answer.grants)
+        self.refused += len(answer.refused)
+        self.not_worth += len(answer.declined)

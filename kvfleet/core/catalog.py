@@ -177,9 +177,7 @@ class Catalog:
         return found
 
     def deleting(self, limit: int) -> ObjectRows:
-        """At most so many of the rows of objects that are to be deleted."""
-        if not self.deleting_bytes:
-            return np.empty(0, ROW)
+        """At most so many of the rows of objects that are to be deleted. Looks at all rows."""
         found = [table.rows[(table.rows["bytes"] > 0) & (table.rows["deleting"] == 1)] for table in self._tables]
         return np.concatenate(found)[:limit]
 
@@ -195,7 +193,7 @@ class Catalog:
             changed.append(self._replace(table, places[here], before, after))
         return np.concatenate(changed)
 
-    def shrink(self, num_bytes: int, limit: int) -> None:
+    def shrink(self, num_bytes: int, limit: int) -> ObjectRows:
         """Mark objects to be deleted: those unused longest, leaf first, until `num_bytes` are or will be left.
 
         A use of a block is one of all blocks before it in its prefix, so that none goes before those that build on it.
@@ -205,19 +203,24 @@ class Catalog:
         Args:
             num_bytes: to be left, at most.
             limit: of blocks marked by one call.
+
+        Returns:
+            The rows of those objects, for the manifests.
         """
         excess = self.num_bytes - self.deleting_bytes - num_bytes
         if excess <= 0:
-            return
+            return np.empty(0, ROW)
         places = [np.flatnonzero((table.rows["bytes"] > 0) & (table.rows["deleting"] == 0)) for table in self._tables]
         rows = np.concatenate([table.rows[place] for table, place in zip(self._tables, places, strict=True)])
         chosen = _coldest(rows, excess, limit)
+        marked = []
         for table, place, first in zip(self._tables, places, (0, len(places[0])), strict=True):
             mine = place[chosen[first : first + len(place)]]
             before = table.rows[mine]
             after = before.copy()
             after["deleting"] = 1
-            self._replace(table, mine, before, after)
+            marked.append(self._replace(table, mine, before, after))
+        return np.concatenate(marked)
 
     @property
     def _tables(self) -> tuple[_Table, _Table]:

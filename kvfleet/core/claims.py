@@ -66,6 +66,13 @@ class Claims:
         for record in records:
             self._claims.pop(record, None)
 
+    def give_back(self, node: NodeId, records: list[bytes]) -> None:
+        """A node does not write what it has claimed. What others have claimed since is theirs."""
+        for record in records:
+            claim = self._claims.get(record)
+            if claim is not None and claim.node == node:
+                del self._claims[record]
+
     def drop_node(self, node: NodeId) -> None:
         """A node is gone, and what it wanted to write with it."""
         self._claims = OrderedDict((record, claim) for record, claim in self._claims.items() if claim.node != node)

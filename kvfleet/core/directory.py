@@ -7,7 +7,7 @@ the whole inventory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,6 +91,7 @@ class Directory:
         if node.synced and delta.seq <= node.seq:
             return Applied.OK
         self._look_for_a_past(delta)
+        self._rows.remove(delta.shared_lost, SHARED, Miss.OBJECT_LOST)
         self._rows.remove(delta.shared_removed, SHARED)
         self._rows.add(delta.shared_added, SHARED)
         held = node.held
@@ -201,6 +202,10 @@ class Directory:
         """The nodes that hold a packed record."""
         bits = self._rows.part(record).get(record, 0) & self._rows.visible & ~SHARED
         return tuple(self._by_bit[bit] for bit in _split_bits(bits))
+
+    def tables(self) -> Sequence[Mapping[bytes, int]]:
+        """The rows, to be measured: tables of record → bits."""
+        return self._rows.tables()
 
     def stats(self) -> DirectoryStats:
         """Sizes, for metrics and `status`."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvfleet.core.admission import EXPECTED_MIN
+
 __all__ = ["Backoff", "Health", "Load", "choose", "takes", "uses_wanted"]
 
 _WEIGHT = 1 / 8  # of the newest sample
@@ -48,11 +50,20 @@ class Load:
     written_bytes: int
 
 
-def takes(load: Load, num_bytes: int, uses: int, queue_bytes_max: int) -> bool:
-    """Whether a drive would take a block that was used again so often."""
+def takes(load: Load, num_bytes: int, uses: int, queue_bytes_max: int, *, expected_uses: float | None = None) -> bool:
+    """Whether a drive would take a block, see `Gate`.
+
+    What has earned it is seen by the uses it is expected to have: the more the budget is spent, the more. If it is too
+    early to say, by those that it had.
+    """
+    if load.queued_bytes + num_bytes > queue_bytes_max or num_bytes > load.capacity_bytes:
+        return False
     wanted = uses_wanted(load.pressure)
-    fits = load.queued_bytes + num_bytes <= queue_bytes_max and num_bytes <= load.capacity_bytes
-    return fits and wanted is not None and uses >= wanted
+    if wanted is None:
+        return False
+    if expected_uses is None:
+        return uses >= wanted
+    return expected_uses >= max(EXPECTED_MIN, load.pressure)
 
 
 def choose(loads: Sequence[Load]) -> int:

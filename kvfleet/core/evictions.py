@@ -7,6 +7,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 from kvfleet.core.admission import Admission, Counters, Evicted
 from kvfleet.core.block import BlockKey
+from kvfleet.core.policies import Newcomer, Policy
+from kvfleet.core.policies.base import Worth
 from kvfleet.core.residents import Residents
 from kvfleet.core.saves import Saves
 from kvfleet.core.slabs import SlabMap
@@ -34,28 +36,41 @@ class Evictions:
         self._holds = holds
         self._counters = counters
 
-    def make_room(self, size: int, need: int, protected: Container[BlockKey], answer: Admission) -> None:
-        """Make `need` slots of a size free, now or by transfers, as far as it goes.
+    def make_room(
+        self,
+        size: int,
+        newcomers: Sequence[Newcomer],
+        protected: Container[BlockKey],
+        answer: Admission,
+        *,
+        optional: bool,
+    ) -> int:
+        """Make slots of a size free, now or by transfers, as far as it goes.
 
         Args:
             size: of the slots.
-            need: how many.
+            newcomers: for which one is needed each, in order.
             protected: blocks that must stay, besides those that are busy or held.
             answer: is told what went and what is to be transferred.
+            optional: the policy may rather keep what is here.
+
+        Returns:
+            For how many of the last of them it does.
         """
 
         def worth(key: BlockKey) -> int:
             block = self._residents.blocks[key]
             return 0 if block.busy or key in protected or key in self._holds else len(block.records)
 
-        policy = self._residents.policy(size)
-        own = deque(policy.victims(need, worth) if policy is not None else ())
+        need = len(newcomers)
+        own, dearer = self._own_victims(self._residents.policy(size), newcomers, worth, optional=optional)
         leaving: set[BlockKey] = set()
         for window in self._slabs.windows(size, self._residents.heat()) if self._slabs.others(size) else ():
             while own and need > 0 and self._residents.blocks[own[0]].last_used <= window.heat:
                 need -= self._let_go([own.popleft()], answer)
-            if need <= 0:
-                return
+            spared = not own and dearer is not None and self._residents.blocks[dearer].last_used <= window.heat
+            if need <= 0 or spared:
+                break
             keys = self._closure(window.slots, worth, leaving)
             if keys is not None:
                 self._let_go(keys, answer)
@@ -63,6 +78,20 @@ class Evictions:
                 need -= self._slabs.slots_per_run(size)
         while own and need > 0:
             need -= self._let_go([own.popleft()], answer)
+        return max(0, need) if dearer is not None else 0
+
+    @staticmethod
+    def _own_victims(
+        policy: Policy | None, newcomers: Sequence[Newcomer], worth: Worth, *, optional: bool
+    ) -> tuple[deque[BlockKey], BlockKey | None]:
+        """What the policy of a size lets go for newcomers, and the next that it could, but does not for these."""
+        if policy is None:
+            return deque(), None
+        own = policy.victims(len(newcomers), worth, newcomers=newcomers if optional else ())
+        if not optional or sum(map(worth, own)) >= len(newcomers):
+            return deque(own), None
+        further = policy.victims(sum(map(worth, own)) + 1, worth)[len(own) :]
+        return deque(own), further[0] if further else None
 
     def give_way(self, num_bytes: int) -> list[Evicted]:
         """See `Placement.give_way`."""

@@ -11,7 +11,19 @@ from typing import NewType
 
 import numpy as np
 
-__all__ = ["RECORD_BYTES", "Applied", "Delta", "Digest", "InventoryPage", "NodeId", "record_id", "split_records"]
+from kvfleet.core.block import KEY_BYTES, BlockKey
+
+__all__ = [
+    "RECORD_BYTES",
+    "Applied",
+    "Delta",
+    "Digest",
+    "InventoryPage",
+    "NodeId",
+    "parts_of",
+    "record_id",
+    "split_records",
+]
 
 NodeId = NewType("NodeId", str)
 
@@ -55,6 +67,8 @@ class Delta:
         digest: of all the node's records after this delta, or None.
         not_admitted: packed records that clients wanted to store here and could not. A hint: it may be lost.
         objects: packed rows (`objectrows.ROW`) of objects that were written to the shared tier, or used.
+        unclaimed: packed records that the node has claimed and does not write for now. A hint.
+        retired: packed records that will not be used again, as their session has ended. A hint.
         may_keep: the sender reaches the shared tier: it may be named to keep its catalog.
     """
 
@@ -70,12 +84,14 @@ class Delta:
     objects: bytes = b""
     shared_lost: bytes = b""
     shared_dropped: bytes = b""
+    unclaimed: bytes = b""
+    retired: bytes = b""
     may_keep: bool = True
 
     @property
     def num_records(self) -> int:
         """How many records it tells something of; a measure of the work it makes."""
-        told = (self.added, self.removed, self.shared_added, self.shared_removed, self.not_admitted)
+        told = (self.added, self.removed, self.shared_added, self.shared_removed, self.not_admitted, self.retired)
         return sum(map(len, told)) // RECORD_BYTES + len(self.objects) // _OBJECT_BYTES
 
 
@@ -112,6 +128,12 @@ class Applied(Enum):
 def record_id(key: bytes, shard: int) -> bytes:
     """A key and a shard packed: 18 bytes."""
     return key + shard.to_bytes(RECORD_BYTES - len(key), "little")
+
+
+def parts_of(record: bytes) -> tuple[BlockKey, int]:
+    """Key and shard of a record."""
+    assert len(record) == RECORD_BYTES
+    return BlockKey(record[:KEY_BYTES]), int.from_bytes(record[KEY_BYTES:], "little")
 
 
 def split_records(packed: bytes) -> list[bytes]:

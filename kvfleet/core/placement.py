@@ -7,13 +7,15 @@ Plan, then act: nothing is copied here. `admit` says which slots to write and wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from kvfleet.core.admission import Admission, Counters, Evicted, Gate, Grant, LowerTier, NewBlock, Restored, Transfer
 from kvfleet.core.block import BlockKey
 from kvfleet.core.evictions import Evictions
-from kvfleet.core.policies.base import Policy
+from kvfleet.core.granting import Asked, Granting
+from kvfleet.core.hints import NO_HINTS, Hints
+from kvfleet.core.policies import PolicyFactory
 from kvfleet.core.residents import Record, Residents
 from kvfleet.core.saves import Saves
 from kvfleet.core.slabs import SlabMap
@@ -48,9 +50,7 @@ class Placement:
     Threads: none of its own; calls must not overlap. Times are passed in, in seconds.
     """
 
-    def __init__(
-        self, slabs: SlabMap, policy: Callable[[], Policy], *, lower: Mapping[LowerTier, Gate] = _NONE_BELOW
-    ) -> None:
+    def __init__(self, slabs: SlabMap, policy: PolicyFactory, *, lower: Mapping[LowerTier, Gate] = _NONE_BELOW) -> None:
         """Start empty.
 
         Args:
@@ -64,6 +64,7 @@ class Placement:
         self._holds: dict[BlockKey, int] = {}
         self._saves = Saves(self._residents, self.counters, lower)
         self._evictions = Evictions(slabs, self._residents, self._saves, self._holds, self.counters)
+        self._granting = Granting(slabs, self._residents, self._evictions, self._saves)
 
     @property
     def used_bytes(self) -> int:
@@ -87,14 +88,28 @@ class Placement:
         """How many committed records have no copy in any of some tiers, and their bytes."""
         return self._saves.unsaved(tiers)
 
+    def num_waiting(self, postponed: Iterable[tuple[BlockKey, int]]) -> int:
+        """How many records have no copy below and are to have one; `postponed` are those that are in no queue now."""
+        return self._saves.waiting(postponed)
+
     def parent(self, key: BlockKey) -> BlockKey | None:
         """The key before that of a block that is here; None for the first. An absent one may be a fingerprint only."""
         return self._residents.blocks[key].parent
+
+    def retire(self, keys: Iterable[BlockKey]) -> None:
+        """Somebody says that blocks will not be used again: the first to go. Those that are not here are ignored."""
+        for key in keys:
+            if key in self._residents.blocks:
+                self._residents.policy_of(key).retire((key,))
 
     def block_bytes(self, key: BlockKey) -> int:
         """Bytes of the slots that a block's records have; 0 if it is not here."""
         block = self._residents.blocks.get(key)
         return 0 if block is None else block.size * len(block.records)
+
+    def last_uses(self) -> dict[BlockKey, float]:
+        """When each block was used last, or one that builds on it, in seconds; of those used at once parents later."""
+        return self._residents.last_uses()
 
     def shards(self, key: BlockKey) -> list[int]:
         """The shards of a block that are here, committed or not."""
@@ -131,7 +146,9 @@ class Placement:
         """All taken slots."""
         return [record.slot for _, _, record in self._residents.records()]
 
-    def admit(self, blocks: Sequence[NewBlock], now: float) -> Admission:
+    def admit(
+        self, blocks: Sequence[NewBlock], now: float, *, hints: Hints = NO_HINTS, optional: bool = False
+    ) -> Admission:
         """Give slots to blocks, the first ones first, evicting others as far as needed.
 
         Blocks of the call and their parents are not evicted for each other.
@@ -139,6 +156,8 @@ class Placement:
         Args:
             blocks: all of one size.
             now: counts as a use of the blocks that are here already. It is the last use of their parents too.
+            hints: of who brings the blocks.
+            optional: the policy may decline them, to keep what is here. Else they are needed here now, as for a load.
         """
         answer = Admission()
         wanted: dict[tuple[BlockKey, int], int] = {}
@@ -150,29 +169,26 @@ class Placement:
             if record_id in wanted or self._residents.record(*record_id) is not None:
                 answer.already.append(index)
                 if self.resident(*record_id) is not None:
-                    self._touch(block.key, now, uses=1)
+                    self.touch(block.key, now)
             else:
                 wanted[record_id] = index
         waiting = deque(wanted.values())
-        if blocks:
-            assert len({block.num_bytes for block in blocks}) == 1, "blocks of one call have one size"
-            size = self._slabs.slot_size(blocks[0].num_bytes)
-            self._grant(blocks, waiting, answer, now)
-            if waiting:
-                self._evictions.make_room(size, len(waiting), protected, answer)
-                self._grant(blocks, waiting, answer, now)
+        if waiting:
+            self._granting.grant(Asked(blocks, now, hints, optional, protected), waiting, answer)
+            answer.grants.sort(key=lambda grant: grant.index)
+        if hints.final:
+            self.retire(blocks[index].key for index in answer.already)
         answer.refused.extend(waiting)
-        self.counters.admitted += len(answer.grants)
-        self.counters.refused += len(waiting)
+        self.counters.count(answer)
         return answer
 
-    def commit(self, key: BlockKey, shard: int, now: float) -> None:
-        """A granted slot is written: its record is readable from now on."""
+    def commit(self, key: BlockKey, shard: int, now: float, *, brought: bool = False) -> None:
+        """A granted slot is written: its record is readable from now on. `brought`: by a load; see `Saves.brought`."""
         record = self._pending_record(key, shard)
         record.committed = True
         self._residents.blocks[key].busy -= 1
         self._residents.touch(key, now, uses=0)
-        self._saves.want(key)
+        (self._saves.brought if brought else self._saves.want)(key)
 
     def abort(self, key: BlockKey, shard: int) -> int:
         """A granted slot will not be written: it is free again. Returns the slot."""
@@ -189,21 +205,18 @@ class Placement:
         shards = [] if block is None else [shard for shard, record in block.records.items() if record.committed]
         return [self._evictions.remove(key, shard) for shard in shards]
 
-    def touch(self, key: BlockKey, now: float) -> None:
-        """Note a use of a block; one that is not here is ignored."""
-        self._touch(key, now, uses=1)
+    def touch(self, key: BlockKey, now: float, *, uses: int = 1) -> None:
+        """Note a use of a block; one that is not here is ignored. `uses`: 0 where it was counted already."""
+        self._residents.touch(key, now, uses=uses)
+        if uses:
+            self._saves.used(key)
 
     def touch_slot(self, slot: int, now: float) -> BlockKey | None:
         """Note a use that a reader wrote into the record table. Returns whose slot it is; None if it is free."""
         key = self._residents.key_at(slot)
         if key is not None:
-            self._touch(key, now, uses=int(self._residents.first(slot)))
+            self.touch(key, now, uses=int(self._residents.first(slot)))
         return key
-
-    def _touch(self, key: BlockKey, now: float, *, uses: int) -> None:
-        self._residents.touch(key, now, uses=uses)
-        if uses:
-            self._saves.want(key)
 
     def hold(self, key: BlockKey) -> None:
         """Keep a block that is here until as many `release`s."""
@@ -231,10 +244,7 @@ class Placement:
         self._saves.saved(key, shard, tier)
 
     def lost(self, key: BlockKey, shard: int, tier: LowerTier, *, again: bool) -> None:
-        """A tier has no copy of a record any more; one that is not here is ignored.
-
-        `again`: save it again now. If not, it is when it is used again, or demoted when it has to go.
-        """
+        """A tier has no copy of a record any more, if it is here. `again`: save it now, and not with its second use."""
         self._saves.lost(key, shard, tier, again=again)
 
     def next_saves(self, tier: LowerTier, max_bytes: int) -> list[Transfer]:
@@ -245,9 +255,9 @@ class Placement:
         """
         return self._saves.next(tier, max_bytes)
 
-    def requeue(self, tier: LowerTier) -> None:
-        """Save all that has no copy in a tier, also what its gate refused, or what failed there."""
-        self._saves.requeue(tier)
+    def requeue(self, tier: LowerTier, *, every: bool = False) -> None:
+        """Save all that has no copy in a tier, also what its gate refused or what failed; see `Saves.requeue`."""
+        self._saves.requeue(tier, every=every)
 
     def rank_saves(self, tier: LowerTier) -> None:
         """Do write-behind by value from here on: what was used last first, a block before those that build on it."""
@@ -288,13 +298,3 @@ class Placement:
         assert record is not None, "record was granted"
         assert not record.committed, "record is being written"
         return record
-
-    def _grant(self, blocks: Sequence[NewBlock], waiting: deque[int], answer: Admission, now: float) -> None:
-        """Give the slots there are to the first that wait."""
-        while waiting:
-            block = blocks[waiting[0]]
-            slot = self._slabs.take(self._slabs.slot_size(block.num_bytes))
-            if slot is None:
-                return
-            self._residents.add(block, slot, now)
-            answer.grants.append(Grant(waiting.popleft(), slot))

@@ -60,7 +60,7 @@ class Postponed:
     @property
     def num_waiting(self) -> int:
         """Records that are not to be tried now. Some may be gone meanwhile."""
-        return sum(wait.due > 0 for wait in self._waits.values())
+        return len(self.waiting)
 
     def failed(self, record: bytes, now: float) -> None:
         """It was tried in vain."""
@@ -77,6 +77,11 @@ class Postponed:
     def waits(self, record: bytes) -> bool:
         """Whether it is not to be tried now."""
         return record in self._waits and self._waits[record].due > 0
+
+    @property
+    def waiting(self) -> list[bytes]:
+        """The records that are not to be tried now."""
+        return [record for record, wait in self._waits.items() if wait.due > 0]
 
     def take_due(self, now: float) -> list[bytes]:
         """Those whose time has come, which are to be tried again. Until the outcome is told, their tries count on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,12 +10,14 @@ import numpy.typing as npt
 
 from kvfleet.core.admission import LowerTier, NewBlock, Restored, Transfer
 from kvfleet.core.block import KEY_BYTES, BlockKey
-from kvfleet.core.policies.base import Policy
+from kvfleet.core.hints import NO_HINTS, Hints
+from kvfleet.core.policies import Policy, PolicyFactory
 from kvfleet.core.slabs import SlabMap
 
 __all__ = ["Block", "Record", "Residents"]
 
 _COLDER_BY_DEPTH_S = 1e-6
+_EMPTY_MAX = 8  # slot sizes, beyond which those without blocks are forgotten with what their policies remember
 
 
 @dataclass(slots=True)
@@ -58,6 +60,8 @@ class Block:
         last_used: seconds; itself or, as far as `Residents.heat` has seen, through a block that builds on it.
         depth: how many ancestors it has here, or had when an earlier manager admitted it.
         uses: how often it was used since it came here.
+        read_due: its next use is no reason to save it: a load brought it for that, or it is the first one since a tier
+            below dropped its copy. With a tier that drops, each read would have it written once more.
         records: by shard.
         busy: how many of them are being written, and how many transfers of them there are. A busy block stays.
     """
@@ -68,6 +72,7 @@ class Block:
     last_used: float
     depth: int = 0
     uses: int = 0
+    read_due: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     busy: int = 0
 
@@ -78,7 +83,7 @@ class Residents:
     Blocks of one prefix have one size, so that a policy sees whole prefixes.
     """
 
-    def __init__(self, slabs: SlabMap, policy: Callable[[], Policy]) -> None:
+    def __init__(self, slabs: SlabMap, policy: PolicyFactory) -> None:
         self.blocks: dict[BlockKey, Block] = {}
         self.num_records = 0
         self._heat = np.full(slabs.num_slots, -np.inf)  # as `heat` gave it
@@ -121,11 +126,16 @@ class Residents:
         self._used.clear()
         return self._heat
 
+    def last_uses(self) -> dict[BlockKey, float]:
+        """See `Placement.last_uses`."""
+        heat = self.heat()
+        return {key: float(heat[next(iter(b.records.values())).slot]) for key, b in self.blocks.items()}
+
     def _parent(self, block: Block) -> Block | None:
         return None if block.parent is None else self.blocks.get(block.parent)
 
     def policy(self, size: int) -> Policy | None:
-        """What decides among the blocks of a slot size; None if there are none."""
+        """What decides among the blocks of a slot size; None if there never were any."""
         return self._policies.get(size)
 
     def policy_of(self, key: BlockKey) -> Policy:
@@ -139,8 +149,20 @@ class Residents:
         new = block is None or (block.size == size and shard not in block.records)
         return new and num_bytes > 0 and self._slabs.slot_size(num_bytes) == size
 
-    def add(self, new: NewBlock, slot: int, now: float, depth: int | None = None) -> None:
-        """Enter a record that is being written to a slot; without a depth, one below its parent."""
+    def add(
+        self,
+        new: NewBlock,
+        slot: int,
+        now: float,
+        *,
+        depth: int | None = None,
+        hints: Hints = NO_HINTS,
+        passing: bool = False,
+    ) -> None:
+        """Enter a record that is being written to a slot; without a depth, one below its parent.
+
+        `passing`: as in `Policy.insert`.
+        """
         size = self._slabs.slot_bytes(slot)
         block = self.blocks.get(new.key)
         if block is None:
@@ -148,8 +170,8 @@ class Residents:
             parent = self._parent(block)
             block.depth = depth or (0 if parent is None else parent.depth + 1)
             if size not in self._policies:
-                self._policies[size] = self._new_policy()
-            self._policies[size].insert(new.key, new.parent, now)
+                self._policies[size] = self._new_policy(max(1, self._slabs.capacity_bytes // size))
+            self._policies[size].insert(new.key, new.parent, now, hints, passing=passing)
         assert new.shard not in block.records, "record is new"
         assert block.size == size, "all records of a block have one size"
         block.records[new.shard] = Record(slot)
@@ -174,7 +196,7 @@ class Residents:
                     absent = BlockKey(item.parent_fingerprint.to_bytes(4, "little") + bytes(KEY_BYTES - 4))
                     parent = parents.get((item.parent_fingerprint, item.depth - 1), absent)
                 block = NewBlock(item.key, item.shard, parent, item.num_bytes)
-                self.add(block, item.slot, item.last_access, item.depth)
+                self.add(block, item.slot, item.last_access, depth=item.depth)
             else:
                 self._slabs.give(item.slot)
             yield item, fits
@@ -191,10 +213,9 @@ class Residents:
         if not block.records:
             del self.blocks[key]
             self._used.pop(key, None)
-            policy = self._policies[block.size]
-            policy.remove(key)
-            if not len(policy):
-                del self._policies[block.size]
+            self._policies[block.size].remove(key)
+            if len(self._policies) > _EMPTY_MAX:
+                self._policies = {size: policy for size, policy in self._policies.items() if len(policy)}
         return record
 
     def first(self, slot: int) -> bool:
@@ -210,7 +231,7 @@ class Residents:
         block.uses += uses
         if now > block.last_used:
             block.last_used = now
-            self._policies[block.size].touch(key, now)
+            self._policies[block.size].touch(key, now, uses)
             self._used[key] = None
 
     def audit(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvfleet.core.departures import Departures
@@ -74,6 +75,10 @@ class Rows:
         """The part that has the records of a key, to read."""
         return self._parts[key[0] << 4 | key[1] >> 4]
 
+    def tables(self) -> Sequence[Mapping[bytes, int]]:
+        """All parts, to be measured."""
+        return self._parts
+
     def new_bit(self) -> int:
         """A bit that no row has."""
         bit = ~self._used & (self._used + 1)
@@ -98,7 +103,8 @@ class Rows:
     def add(self, records: bytes, bit: int) -> tuple[list[bytes], bool]:
         """Give packed records a bit: those that had it not, and whether there was room for all."""
         gained = []
-        refused = 0
+        refused = before = 0
+        after = bit
         for record in split_records(records):
             part = self._parts[record[0] << 4 | record[1] >> 4]
             bits = part.get(record, 0)
@@ -109,7 +115,9 @@ class Rows:
                     refused += 1
                     continue
                 self.count += 1
-            part[record] = bits | bit if bits else bit  # most rows share one int
+            if bits != before:  # rows of a run share one int: with a thousand nodes it is larger than the row
+                before, after = bits, bits | bit if bits else bit
+            part[record] = after
             gained.append(record)
         self.refused += refused
         self.shared += len(gained) if bit == SHARED else 0
@@ -117,8 +125,8 @@ class Rows:
         self.departures.complete = self.departures.complete and not refused
         return gained, not refused
 
-    def remove(self, records: bytes, bit: int) -> list[bytes]:
-        """Take a bit from packed records: those that had it."""
+    def remove(self, records: bytes, bit: int, why: Miss = Miss.EVICTED) -> list[bytes]:
+        """Take a bit from packed records: those that had it. What nobody else has is missing for the reason given."""
         lost = []
         for record in split_records(records):
             part = self._parts[record[0] << 4 | record[1] >> 4]
@@ -131,7 +139,7 @@ class Rows:
             else:
                 part[record] = bits ^ bit
             if not (bits ^ bit) & ~self._retired:
-                self.departures.note(record, Miss.EVICTED)
+                self.departures.note(record, why)
             lost.append(record)
         self.shared -= len(lost) if bit == SHARED else 0
         return lost

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvfleet.core.block import BlockKey
 from kvfleet.core.residents import Record, Residents
 
 __all__ = ["Saves"]
+
+_READS_MAX = 8  # of one load at once, about
 
 
 @dataclass(slots=True)
@@ -29,7 +32,8 @@ class _Lower:
 class Saves:
     """For each lower tier the queue of write-behind, oldest commit first, and the transfers given out.
 
-    What a tier's gate refuses leaves its queue until the block is used again.
+    What a tier's gate refuses leaves its queue until the block is used again. What a load brought is written to the
+    shared tier only if it is used once more than for that load: where it came from, it was saved, or will be.
     """
 
     def __init__(self, residents: Residents, counters: Counters, lower: Mapping[LowerTier, Gate]) -> None:
@@ -63,6 +67,16 @@ class Saves:
         ]
         return len(sizes), sum(sizes)
 
+    def waiting(self, postponed: Iterable[tuple[BlockKey, int]]) -> int:
+        """How many records have no copy in any tier, and are to have one.
+
+        Args:
+            postponed: records that are in no queue because another try comes later.
+        """
+        wanted = {*postponed}.union(*(lower.queue for lower in self._lower.values()))
+        records = {(key, shard): record for key, shard, record in self._residents.records() if not record.saved}
+        return sum(bool(record.transfers) or name in wanted for name, record in records.items())
+
     def is_saved(self, key: BlockKey, shard: int, tier: LowerTier) -> bool:
         """Whether a record is here and has a copy in a tier."""
         record = self._residents.record(key, shard)
@@ -70,12 +84,19 @@ class Saves:
 
     def refuge(self, key: BlockKey, record: Record) -> LowerTier | None:
         """Where a record has to be copied to before it goes; None if it can go as it is."""
-        block = self._residents.blocks[key]
         if not record.saved:
             for tier, lower in self._lower.items():
-                if tier not in record.given_up and lower.gate(block.num_bytes, block.uses):
+                if tier not in record.given_up and self._takes(lower, key):
                     return tier
         return None
+
+    def takes_new(self, num_bytes: int) -> bool:
+        """Whether a tier would take a block of which nothing is known yet."""
+        return any(lower.gate(num_bytes, 0, None) for lower in self._lower.values())
+
+    def _takes(self, lower: _Lower, key: BlockKey) -> bool:
+        block = self._residents.blocks[key]
+        return lower.gate(block.num_bytes, block.uses, self._residents.policy_of(key).expected_uses(key))
 
     def want(self, key: BlockKey) -> None:
         """Queue a block's committed records for write-behind to each tier that has no copy of them, if it is here."""
@@ -85,11 +106,42 @@ class Saves:
                 for shard in block.records:
                     self._want(key, shard, tier)
 
-    def requeue(self, tier: LowerTier) -> None:
-        """Queue all that has no copy in a tier, also what its gate refused or what could not be demoted before."""
+    def used(self, key: BlockKey) -> None:
+        """A block was used: that has it saved where it is not, unless a read was due."""
+        block = self._residents.blocks.get(key)
+        if block is not None and block.read_due:
+            block.read_due = False
+        else:
+            self.want(key)
+
+    def brought(self, key: BlockKey) -> None:
+        """A load has brought a block: for the node's own drives it is new, the shared tier waits for another use."""
+        block = self._residents.blocks[key]
+        block.read_due = True
+        for shard in block.records if "nvme" in self._lower else ():
+            self._want(key, shard, "nvme")
+            self._order(self._lower["nvme"].queue, key)
+
+    def _order(self, queue: OrderedDict[tuple[BlockKey, int], None], key: BlockKey) -> None:
+        """Queue what builds on a block that has just come behind it: reads of one load end in any order.
+
+        A block that came to a drive before its parent would be an orphan there, and the first to go for it.
+        """
+        before = {key}
+        for other, shard in reversed([*islice(reversed(queue), _READS_MAX)]):
+            if self._residents.blocks[other].parent in before and other not in before:
+                queue.move_to_end((other, shard))
+                before.add(other)
+
+    def requeue(self, tier: LowerTier, *, every: bool) -> None:
+        """Queue all that has no copy in a tier, also what its gate refused or what could not be demoted before.
+
+        `every`: also those of which a read is due. They were in no queue before.
+        """
         for key, shard, record in self._residents.records():
             record.given_up = tuple(other for other in record.given_up if other != tier)
-            self._want(key, shard, tier)
+            if every or not self._residents.blocks[key].read_due:
+                self._want(key, shard, tier)
 
     def _want(self, key: BlockKey, shard: int, tier: LowerTier) -> None:
         if self._residents.blocks[key].records[shard].wants(tier):
@@ -110,6 +162,8 @@ class Saves:
             record.saved = tuple(other for other in record.saved if other != tier)
             if again:
                 self._want(key, shard, tier)
+            else:
+                self._residents.blocks[key].read_due = True
 
     def next(self, tier: LowerTier, max_bytes: int) -> list[Transfer]:
         """Write-behind to be done next: at most `max_bytes`, but at least one record if the tier takes any."""
@@ -120,7 +174,7 @@ class Saves:
             block = self._residents.blocks[key]
             if transfers and block.num_bytes > max_bytes:
                 break
-            if lower.gate(block.num_bytes, block.uses):
+            if self._takes(lower, key):
                 max_bytes -= block.num_bytes
                 transfers.append(self.begin("save", tier, key, shard))
             else:

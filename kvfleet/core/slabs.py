@@ -34,8 +34,7 @@ class SlabMap:
     slots are taken again oldest first. A run that is wholly free is given up when another size needs its units;
     `windows` says what to empty when none is.
 
-    The table of the units (see `runs`) is told by `on_change(unit, value)`, so that it can be kept beside the arena and
-    `restore`d.
+    `on_change(unit, value)` is told the table of the units (see `runs`), so that it can be kept and `restore`d.
     """
 
     def __init__(
@@ -63,6 +62,8 @@ class SlabMap:
         self._free: dict[int, OrderedDict[int, None]] = {}  # free slots by size, oldest first
         self._num_runs: Counter[int] = Counter()  # by size
         self._run_units: dict[int, int] = {}
+        self._num_vacant = len(self._units)  # units without a taken slot
+        self._first_free = 0  # all units before it are in runs
         self.used_bytes = 0
 
     @property
@@ -114,7 +115,7 @@ class SlabMap:
         if not self._free.get(size) and not self._carve(size):
             return None
         slot, _ = self._free[size].popitem(last=False)
-        self._place(slot)[0].num_taken += 1
+        self._taken(self._place(slot)[0], 1)
         self.used_bytes += size
         return slot
 
@@ -124,7 +125,7 @@ class SlabMap:
         free = self._free.setdefault(run.slot_bytes, OrderedDict())
         assert slot not in free, "slot is taken"
         free[slot] = None
-        run.num_taken -= 1
+        self._taken(run, -1)
         self.used_bytes -= run.slot_bytes
 
     def windows(self, size: int, heat: npt.NDArray[np.float64]) -> Iterator[Window]:
@@ -189,6 +190,9 @@ class SlabMap:
         used = sum(run.num_taken * run.slot_bytes for run in runs)
         if used != self.used_bytes:
             findings.append(f"slots: {used} bytes taken, {self.used_bytes} counted")
+        vacant = sum(run is None or not run.num_taken for run in self._units)
+        if vacant != self._num_vacant:
+            findings.append(f"slots: {vacant} units without a taken slot, {self._num_vacant} counted")
         numbered = sum(len(run.slots) for run in runs) + len(self._numbers)
         if numbered != len(self._places):
             findings.append(f"slots: {numbered} numbers, {len(self._places)} records")
@@ -198,6 +202,12 @@ class SlabMap:
         place = self._places[slot]
         assert place is not None, "slot is in a run"
         return place
+
+    def _taken(self, run: Run, change: int) -> None:
+        """A slot of a run is taken (`change` 1), or free again (-1)."""
+        was_vacant = not run.num_taken
+        run.num_taken += change
+        self._num_vacant += run.num_units * ((not run.num_taken) - was_vacant)
 
     def _runs(self, units: slice) -> list[Run]:
         """The runs that reach into some units, in order."""
@@ -210,6 +220,8 @@ class SlabMap:
     def _carve(self, size: int) -> bool:
         """Make a run of free slots, if there are units and numbers for it; empty runs of other sizes are given up."""
         length = self.run_units(size)
+        if length > self._num_vacant:
+            return False  # as in every full arena: that is not to cost a look at all units
         start = self._room(length, empty_runs=False)
         if start is None:
             start = self._room(length, empty_runs=True)
@@ -229,7 +241,8 @@ class SlabMap:
     def _room(self, length: int, *, empty_runs: bool) -> int | None:
         """The first of `length` consecutive free units, those of empty runs counted or not."""
         streak = 0
-        for unit, run in enumerate(self._units):
+        for unit in range(0 if empty_runs else self._first_free, len(self._units)):
+            run = self._units[unit]
             streak = streak + 1 if run is None or (empty_runs and not run.num_taken) else 0
             if streak == length:
                 return unit - length + 1
@@ -241,10 +254,13 @@ class SlabMap:
         self._units[run.first_unit : run.first_unit + run.num_units] = [run] * run.num_units
         for place in range(run.num_units):
             self._on_change(run.first_unit + place, table_value(run, place))
+        while self._first_free < len(self._units) and self._units[self._first_free] is not None:
+            self._first_free += 1
 
     def _dissolve(self, run: Run) -> None:
         """Make the units and numbers of an empty run free."""
         assert not run.num_taken, "run is empty"
+        self._first_free = min(self._first_free, run.first_unit)
         free = self._free.get(run.slot_bytes, OrderedDict())
         for slot in run.slots:
             del free[slot]
@@ -278,7 +294,7 @@ class SlabMap:
         if rest or position >= run.num_units * self._unit_bytes // run.slot_bytes:
             return False
         run.slots.append(slot)
-        run.num_taken += 1
+        self._taken(run, 1)
         self._places[slot] = (run, position)
         self.used_bytes += run.slot_bytes
         return True

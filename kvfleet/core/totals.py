@@ -16,8 +16,8 @@ UNCLAIMED = "unclaimed"
 """What has become of a block that was found and not loaded (yet)."""
 
 _DROPS = (
-    "closed", "commit_lost", "deadline", "draining", "forked", "manager_unavailable", "no_room", "queue_full",
-    "reservation_lost", "other",
+    "closed", "commit_lost", "deadline", "draining", "forked", "manager_unavailable", "no_room", "not_worth",
+    "queue_full", "reservation_lost", "other",
 )  # fmt: skip
 
 NAMES: Sequence[str] = (

@@ -197,10 +197,11 @@ class WriteBudget:
     def life_days(self, now: float) -> float:
         """Days until the drive has had the writes it is rated for, if it goes on as in all its days; may be infinite.
 
+        Infinite too in its first day: what the hours of filling it say of its life is not true of the years after.
         Only what was charged here is known: a drive that had another use before, or has one beside, lasts shorter.
         """
         self._tick(now)
-        a_day = self._total / max(1.0, self._elapsed / DAY_S)
+        a_day = self._total * DAY_S / self._elapsed if self._elapsed >= DAY_S else 0.0
         return max(0.0, self._rated_bytes - self._total) / a_day if a_day else math.inf
 
     def _tick(self, now: float) -> None:

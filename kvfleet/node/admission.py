@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
+from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.core.placement import Transfer
 from kvfleet.node.dram import DramTier, Granted, Incoming, Reservation
 from kvfleet.node.messages import Namespace
@@ -39,7 +40,14 @@ class Admitter:
             await within(timeout_s, freed.wait())
 
     async def reserve(
-        self, blocks: Sequence[Incoming], namespace: Namespace, client_id: int, timeout_s: float, *, patient: bool
+        self,
+        blocks: Sequence[Incoming],
+        namespace: Namespace,
+        client_id: int,
+        timeout_s: float,
+        *,
+        patient: bool,
+        hints: Hints = NO_HINTS,
     ) -> Reservation:
         """Slots for as many of the blocks as there is room for, in order.
 
@@ -50,15 +58,18 @@ class Admitter:
             timeout_s: longest wait.
             patient: have room made at the cost of blocks in use, or wait for held ones to be let go. Otherwise only
                 wait for transfers, the saver's too.
+            hints: of the writer.
         """
         deadline = now() + timeout_s
         granted: list[Granted] = []
         already: list[int] = []
+        declined: list[int] = []
         left = list(range(len(blocks)))
         while True:
-            got = self._dram.reserve([blocks[i] for i in left], namespace, client_id)
+            got = self._dram.reserve([blocks[i] for i in left], namespace, client_id, hints=hints)
             granted += [Granted(left[g.index], g.slot, g.generation, g.offset) for g in got.granted]
             already += [left[i] for i in got.already]
+            declined = [left[i] for i in got.declined] + declined
             left = [left[i] for i in got.refused]
             move = self._begin(got.transfers) if got.transfers else None  # whatever becomes of this reservation
             remaining = deadline - now()
@@ -73,7 +84,7 @@ class Admitter:
             elif not self._dram.give_way(blocks[left[0]].block.num_bytes):
                 await self.changed(remaining)
         granted.sort(key=lambda g: g.index)
-        return Reservation(granted, already, left, [])
+        return Reservation(granted, already, left, [], declined)
 
     async def settle(self) -> None:
         """Wait for the moves that nobody waits for."""

@@ -245,7 +245,8 @@ def read_header(data: bytes) -> tuple[BlockHeader, int]:
     except LayoutMismatchError:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise CorruptBlockError(_TIER, f"not a block's object: {error!r}") from error
+        why = "cannot be read" if isinstance(error, pa.ArrowException | OSError) else f"is wrong: {error}"
+        raise CorruptBlockError(_TIER, f"not a block's object: its Arrow schema {why}") from error
     return header, int(digest.group(1), 16)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvfleet.errors import CorruptBlockError, LayoutMismatchError
-from kvfleet.node.blockfile import FRAME_BYTES_MAX, BlockHeader, decode, raw_block, tail_of
+from kvfleet.node.blockfile import FRAME_BYTES_MAX, BlockHeader, decode, raw_block, read_header, tail_of
 from kvfleet.node.codecs import copy_hashed
 
 __all__ = ["BlockStream"]
@@ -106,7 +106,10 @@ class BlockStream:
         """
         assert not self._is_open
         if self._checksum is None:
-            block, checksum = decode(b"".join(self._kept), self._header)
+            data = b"".join(self._kept)
+            if self._taken_bytes >= self.bytes_max:
+                _refuse_other(data, self._header)
+            block, checksum = decode(data, self._header)
             np.copyto(self._target, block)
             return checksum
         if self._filled_bytes < len(self._target) or self._tail != tail_of(len(self._target)):
@@ -114,3 +117,17 @@ class BlockStream:
         if self._digest.intdigest() != self._checksum:
             raise CorruptBlockError(_TIER, f"{self._header.key.hex()}: checksum mismatch")
         return self._checksum
+
+
+def _refuse_other(data: bytes, header: BlockHeader) -> None:
+    """Tell a longer block of the same key, in another layout, from damage: it is not read to its end to be verified.
+
+    Raises:
+        CorruptBlockError: it is no block at all.
+        LayoutMismatchError: it is of another layout.
+    """
+    found, _ = read_header(data)
+    if (found.namespace_id, found.key, found.shard) == (header.namespace_id, header.key, header.shard):
+        expected, got = ((one.num_bytes, one.num_shards, one.layout_json) for one in (header, found))
+        if expected != got:
+            raise LayoutMismatchError(f"{header.key.hex()} with {expected}", f"{got}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -33,6 +33,7 @@ from kvfleet.node.endpoint import SharedEndpoint
 from kvfleet.node.landing import settle
 from kvfleet.node.manifestwriter import APPEND_ROWS_MAX
 from kvfleet.node.publishing import Publisher
+from kvfleet.node.sweeping import sweep
 from kvfleet.node.waiting import now
 
 __all__ = ["CatalogKeeper"]
@@ -43,6 +44,7 @@ _CALLS = 8  # to the storage at once, to delete
 _MARK_MAX = 1 << 16  # chosen at once: a second of work among a million objects
 _DELETE_MAX = 2048  # told and deleted together
 _PAUSE_MAX_S = 30.0
+_SWEEP_S = 60.0  # a folder: some hours for all of a model's, and no more load than that
 
 
 class CatalogKeeper:
@@ -70,6 +72,8 @@ class CatalogKeeper:
         self._untold_life = 0
         self._book: CatalogBook | None = None
         self._hurry_until = float("-inf")
+        self._sweep: Iterator[None] = iter(())
+        self._sweep_at = now() + _SWEEP_S
         self.deleted = 0
         self.problem = ""
 
@@ -135,6 +139,13 @@ class CatalogKeeper:
             await self._write(book)
         elif not book.num_changes:
             book.written = book.position
+        if self._shared.objects.leaves_partials and now() >= self._sweep_at:
+            self._sweep_at = now() + _SWEEP_S
+            await settle(self._threads, self._sweep_next)
+
+    def _sweep_next(self) -> None:
+        if next(self._sweep, self) is self:
+            self._sweep = sweep(self._shared.objects)  # from the beginning, the next time
 
     async def _collect(self, book: CatalogBook) -> bool:
         """Take in what the managers say, and answer whether this node is still the keeper."""
@@ -210,20 +221,24 @@ class CatalogKeeper:
             free_bytes = min(limit // 4, 2 * sum(book.stored_bytes))
             if catalog.num_bytes - catalog.deleting_bytes > limit - free_bytes:
                 left = limit - free_bytes - limit // 32
-                await settle(self._threads, lambda: catalog.shrink(left, _MARK_MAX))
-        while len(doomed := catalog.deleting(_DELETE_MAX)):
+                book.changes.append(await settle(self._threads, lambda: catalog.shrink(left, _MARK_MAX)))
+        while catalog.deleting_bytes:
+            doomed = await settle(self._threads, lambda: catalog.deleting(_DELETE_MAX))
             await self._announce(book, doomed)
             doomed = doomed[await settle(self._threads, lambda rows=doomed: catalog.still_deleting(rows))]  # type: ignore[misc]
             await self._delete(book, doomed)
 
     async def _announce(self, book: CatalogBook, doomed: ObjectRows) -> None:
-        """Tell the directory and the manifests that some objects go; who stores one meanwhile, keeps it."""
+        """Tell the manifests and the directory that some objects go; who stores one meanwhile, keeps it.
+
+        The manifests first: once the directory says it, nobody else remembers them, and the next keeper has to.
+        """
         book.announce(doomed)
+        if book.num_changes:
+            await self._write(book)
         for record in split_records(record_ids(doomed)):
             self._publisher.dropped(record)
         await self._flush()
-        book.changes.append(doomed)
-        await self._write(book)
         if not await self._collect(book):
             raise DirectoryUnavailableError("another node keeps the catalog now")
 

@@ -81,6 +81,7 @@ class DirectoryService:
         self._claims = Claims(_CLAIMS_MAX, _CLAIM_S)
         self._lost = Notices(_LOST_MAX)
         self._dropped = Notices(_LOST_MAX)
+        self._retired = Notices(_LOST_MAX)
         self._deleted: dict[bytes, None] = {}  # by the keeper, the last ones
         self._mailed: dict[NodeId, tuple[int, int, int | None]] = {}  # epoch, number, position of the last delta
         self._keeper: tuple[NodeId, int] | None = None
@@ -115,28 +116,42 @@ class DirectoryService:
     async def apply(self, delta: Delta) -> DeltaReply:
         """A manager's changes. BUSY: they are many, and too many messages wait."""
         if delta.num_records > _SMALL_RECORDS:
-            applied = await self._in_turn(lambda: self._directory.apply(self._believable(delta)))
+            applied = await self._in_turn(lambda: self._take_in(delta))
         else:
-            applied = self._directory.apply(self._believable(delta))
+            applied = self._take_in(delta)
         may_keep = applied is not Applied.STALE_EPOCH and delta.may_keep
         keeper = may_keep and self._choose_keeper(delta.node, delta.epoch)
         position = self._post(delta) if applied is Applied.OK else None
-        self._claims.end(split_records(delta.shared_added))
-        self._tell_holders(delta)
         message = delta.epoch, delta.seq
-        lost, dropped = (notices.take(delta.node, message) for notices in (self._lost, self._dropped))
-        return DeltaReply(applied, self._life, keeper, self._listed, position, self._mailbox.written, lost, dropped)
+        told = (notices.take(delta.node, message) for notices in (self._lost, self._dropped, self._retired))
+        return DeltaReply(applied, self._life, keeper, self._listed, position, self._mailbox.written, *told)
+
+    def _take_in(self, delta: Delta) -> Applied:
+        self._claims.end(split_records(delta.shared_added))
+        self._claims.give_back(delta.node, split_records(delta.unclaimed))
+        believed = self._believable(delta)
+        applied = self._directory.apply(believed)
+        self._tell_holders(believed)
+        return applied
 
     def _believable(self, delta: Delta) -> Delta:
         """What a delta says, but not that an object is there which the keeper has deleted: that may be old news.
 
-        The keeper looks whether such an object was stored again, and says so. One that is it no more has no word.
+        The keeper looks whether such an object was stored again, and says so. One that is it no more has no word: what
+        it wanted to delete, the next one does or keeps.
         """
         added = split_records(delta.shared_added)
         if self._keeper != (delta.node, delta.epoch):
-            late = self._deleted.keys() & added
-            left = (record for record in added if record not in late)
-            return replace(delta, shared_added=b"".join(left)) if late else delta
+            late, dropped = self._deleted.keys() & added, set(split_records(delta.shared_dropped))
+            if not late and not dropped:
+                return delta
+            removed = split_records(delta.shared_removed)
+            return replace(
+                delta,
+                shared_added=b"".join(record for record in added if record not in late),
+                shared_removed=b"".join(record for record in removed if record not in dropped),
+                shared_dropped=b"",
+            )
         for record in added:
             self._deleted.pop(record, None)
         self._deleted |= dict.fromkeys(split_records(delta.shared_dropped))
@@ -145,14 +160,17 @@ class DirectoryService:
         return delta
 
     def _tell_holders(self, delta: Delta) -> None:
-        """Have who holds a block told that its copy in the shared tier is gone."""
-        for record in split_records(delta.shared_lost):
-            for holder in self._directory.holders(record):
-                if holder != delta.node:
-                    self._lost.post(holder, record)
-        for record in split_records(delta.shared_dropped):
-            for holder in self._directory.holders(record):
-                self._dropped.post(holder, record)
+        """Have who holds a block told that its copy in the shared tier is gone, or that its session has ended."""
+        sender = (delta.node,)
+        for notices, records, knowing in (
+            (self._lost, delta.shared_lost, sender),
+            (self._retired, delta.retired, sender),
+            (self._dropped, delta.shared_dropped, ()),
+        ):
+            for record in split_records(records):
+                for holder in self._directory.holders(record):
+                    if holder not in knowing:
+                        notices.post(holder, record)
 
     def _post(self, delta: Delta) -> int | None:
         """Put what a delta says of objects into the mailbox, once; None if it has no room."""
@@ -247,6 +265,7 @@ class DirectoryService:
                 self._claims.drop_node(node)
                 self._lost.drop_node(node)
                 self._dropped.drop_node(node)
+                self._retired.drop_node(node)
                 self._mailed.pop(node, None)
                 if self._keeper is not None and node == self._keeper[0]:
                     self._keeper = None

@@ -46,6 +46,7 @@ class DeltaReply:
         written: position up to which rows are in a manifest.
         dropped: packed records that this node holds, or did, and whose copy in the shared tier was deleted for good.
         lost: packed records that this node holds, or did, and whose copy in the shared tier was found gone or bad.
+        retired: packed records that this node holds, or did, and that another says will not be used again.
     """
 
     applied: Applied
@@ -56,6 +57,7 @@ class DeltaReply:
     written: int = 0
     lost: bytes = b""
     dropped: bytes = b""
+    retired: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

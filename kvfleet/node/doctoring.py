@@ -47,7 +47,7 @@ async def check_node(node: Node, link: DirectoryLink, seconds: float, *, repair:
     Args:
         node: to be looked at.
         link: to the directory.
-        seconds: longest time for reading the arena; what is not read by then is told.
+        seconds: longest time for reading the arena, and for the shared tier; what is not read by then is told.
         repair: drop damaged blocks, and bring the books of the drives and the shared tier in line with the media.
     """
     wall_s = time.time()
@@ -65,7 +65,7 @@ async def _checks(node: Node, link: DirectoryLink, seconds: float, *, repair: bo
     yield await _blocks(node, seconds, repair=repair)
     for check in await check_drives(node, repair=repair):
         yield check
-    for check in await check_shared(node, link, repair=repair):
+    for check in await check_shared(node, link, seconds, repair=repair):
         yield check
 
 
@@ -110,7 +110,8 @@ async def _blocks(node: Node, seconds: float, *, repair: bool) -> Check:
     total = sum(record.length for record in records)
     read = "all" if num_bytes == total else f"{show_bytes(num_bytes)} of {show_bytes(total)}"
     if not bad:
-        return Check("blocks", "ok", f"{read} read, each has its checksum")
+        sound = f"{read} read, each has its checksum" if records else "it holds none"
+        return Check("blocks", "ok", sound)
     names = ", ".join(f"{record.key.hex()}.{record.shard}" for record in bad[:3])
     text = f"{read} read, {len(bad)} damaged: {names}{', ...' if len(bad) > 3 else ''}"
     if not repair:

@@ -17,8 +17,8 @@ class Drained:
     Attributes:
         saved_blocks: written to the shared tier; those it had already are not among them.
         saved_bytes: of them.
-        left_blocks: in this node's memory without a copy in the shared tier. They go with the node; so does what is
-            only on its drives, which is not counted.
+        left_blocks: in this node's memory, or on its drives, and without a copy in the shared tier, as far as is known.
+            They go with the node.
         left_bytes: of them.
     """
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from kvfleet.core.block import BlockKey
+from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.core.inventory import record_id
 from kvfleet.core.placement import Evicted, Gate, LowerTier, NewBlock, Placement, Restored, Transfer
-from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.policies import DEFAULT, POLICIES
 from kvfleet.core.slabs import SlabMap
 from kvfleet.node.arena import Arena
 from kvfleet.node.holdings import Holdings
@@ -58,6 +59,7 @@ class Reservation:
         granted: slots to write, in order of the blocks.
         already: indexes of blocks that are here or being written.
         refused: indexes of blocks that get no room until `transfers` are done.
+        declined: indexes of blocks that are worth less than what is here.
         transfers: copies to lower tiers that would make room.
     """
 
@@ -65,6 +67,7 @@ class Reservation:
     already: list[int]
     refused: list[int]
     transfers: list[Transfer]
+    declined: list[int]
 
 
 class DramTier:
@@ -77,6 +80,7 @@ class DramTier:
         arena: of this node.
         directory: for what the blocks' namespaces are.
         lower: the tiers below, and what they take; see `Placement`.
+        policy: what is kept, by name.
         now: monotonic seconds, by the clock that readers store last accesses by, in nanoseconds.
 
     Attributes:
@@ -86,14 +90,20 @@ class DramTier:
     """
 
     def __init__(
-        self, arena: Arena, directory: Path, *, lower: Mapping[LowerTier, Gate], now: Callable[[], float]
+        self,
+        arena: Arena,
+        directory: Path,
+        *,
+        lower: Mapping[LowerTier, Gate],
+        now: Callable[[], float],
+        policy: str = DEFAULT,
     ) -> None:
         self.arena = arena
         self.namespaces = Namespaces(directory, lambda: self._records.namespaces(self.placement.slots()))
         self._records = arena.records
         self._now = now
         self._slabs = SlabMap(arena.capacity_bytes, arena.unit_bytes, self._records.num_records, self._persist_unit)
-        self.placement = Placement(self._slabs, LeafFirstLRU, lower=lower)
+        self.placement = Placement(self._slabs, POLICIES[policy], lower=lower)
         self.holdings = Holdings()
         self.on_use: Callable[[BlockKey, float], None] = lambda _key, _now: None
         self._number = self.holdings.add_tier(
@@ -133,17 +143,21 @@ class DramTier:
         """The bytes of a slot, writable, shape `(num_bytes,)`."""
         return self.arena.slot_view(self.arena.slots_offset + self._slabs.offset(slot), num_bytes)
 
-    def reserve(self, blocks: Sequence[Incoming], namespace: Namespace, client_id: int) -> Reservation:
+    def reserve(
+        self, blocks: Sequence[Incoming], namespace: Namespace, client_id: int, *, hints: Hints = NO_HINTS
+    ) -> Reservation:
         """Slots for blocks of one prefix, evicting what must go for them.
 
         Args:
             blocks: in order, all of the same size.
             namespace: of all of them.
-            client_id: of the writer; 0 for the manager.
+            client_id: of the writer; 0 for the manager, whose loads land in any case.
+            hints: of the writer.
         """
         number = self.namespaces.index(namespace)
         self.note_accesses()
-        admission = self.placement.admit([b.block for b in blocks], self._now())
+        asked = [incoming.block for incoming in blocks]
+        admission = self.placement.admit(asked, self._now(), hints=hints, optional=client_id != 0)
         self._gone(admission.evicted)
         granted = []
         for grant in admission.grants:
@@ -164,7 +178,7 @@ class DramTier:
             self._slots_end = max(self._slots_end, grant.slot + 1)
             if client_id:
                 self._reserved.setdefault(client_id, {})[grant.slot] = generation
-        return Reservation(granted, admission.already, admission.refused, admission.transfers)
+        return Reservation(granted, admission.already, admission.refused, admission.transfers, admission.declined)
 
     def note_accesses(self) -> None:
         """Tell placement what readers did since the last time, oldest first."""
@@ -176,10 +190,11 @@ class DramTier:
                 self.on_use(key, int(now[slot]) / NS)
         self._seen_access[: len(now)] = now
 
-    def commit(self, slot: int, generation: int, checksum: int) -> bool:
+    def commit(self, slot: int, generation: int, checksum: int, *, brought: bool = False) -> bool:
         """Make a written block visible. False: the slot is not, or no longer, this reservation's.
 
         A block that is committed with this generation already counts as a success: commits may come twice.
+        `brought`: a load has brought it.
         """
         record = self._records.record(slot)
         if record.generation == generation + 1:
@@ -192,7 +207,7 @@ class DramTier:
             self.placement.abort(BlockKey(record.key), record.shard)
             return False
         self._seen_access[slot] = int(now * NS)
-        self.placement.commit(BlockKey(record.key), record.shard, now)
+        self.placement.commit(BlockKey(record.key), record.shard, now, brought=brought)
         self._tell(record.key, record.shard, present=True)
         return True
 

@@ -126,7 +126,10 @@ class Drive:
         resources.callback(self._index.close)
         self._file = DriveFile(directory / DATA_FILE)
         resources.callback(self._file.close)
-        self.num_evicted = shrink(self._index, self._file, plan)
+        self._begun = opening.begun
+        self.budget = opening.budget or self._saved_budget(opening)
+        self.num_evicted = shrink(self._index, self._file, plan, self._spend)
+        self._spend(self._index.filled_bytes)
         self._file.allocate(plan.num_units * plan.unit_bytes, plan.unit_bytes)
         num_units = min(self._file.num_bytes // plan.unit_bytes, plan.num_units)
         if not num_units:
@@ -134,7 +137,6 @@ class Drive:
         self.books = DriveBooks(num_units * plan.unit_bytes, plan.unit_bytes, plan.records_max)
         self.books.restore(self._index, alone=opening.alone)
         self.num_dropped = len(self.books.deleted)
-        self.budget = opening.budget or self._saved_budget(opening)
         self._remark(num_units, plan.num_units)
 
     @classmethod
@@ -183,6 +185,11 @@ class Drive:
                 found = os.statvfs(self.directory)
             rated_bytes = found.f_blocks * found.f_frsize
         return WriteBudget(rated_bytes, opening.config.dwpd, opening.begun, state)
+
+    def _spend(self, num_bytes: int) -> None:
+        """Count bytes written to open it, to the data file before, to the index after. Raises as `apply`."""
+        if num_bytes and self.budget.charge(num_bytes, self._begun.monotonic_s):
+            self.apply(budget=self.budget.state(self._begun))
 
     def _remark(self, num_units: int, num_wanted: int) -> None:
         if num_units < num_wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -191,6 +192,12 @@ class DriveAtWork:
         """Whether any shard of a block is on it, or on its way."""
         return self.drive.books.placement.block_bytes(key) > 0
 
+    def last_uses(self) -> dict[bytes, float]:
+        """When each record was used last, or one that builds on it, in seconds before the newest use."""
+        times = self.drive.books.placement.last_uses()
+        newest = max(times.values(), default=0.0)
+        return {record: newest - times[BlockKey(entry.key)] for record, entry in self.drive.books.entries.items()}
+
     def write(
         self, entry: Entry, parent: BlockKey | None, source: Bytes, check: Callable[[], bool]
     ) -> asyncio.Future[bool]:
@@ -249,6 +256,19 @@ class DriveAtWork:
         """Read all of it. See `NvmeTier.doctor`.
 
         Raises:
-            TierUnavailableError: the drive failed.
+            TierUnavailableError: the drive failed. A read that hangs goes on by itself.
         """
-        return await examine(self.drive, self._calls, self._writer.forget if repair else None, self.unreadable)
+        forget = self._writer.forget if repair else None
+        looking = asyncio.ensure_future(examine(self.drive, self._calls, forget, self.unreadable))
+        ends: tuple[asyncio.Future[Any], ...] = (looking, self._failure)
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return looking.result() if looking.done() else self._gone()
+        finally:
+            looking.cancel()
+
+    def _gone(self) -> NoReturn:
+        """Tell how the drive failed."""
+        error = self._failure.exception()
+        assert error is not None, "it has failed"
+        raise error

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
 from kvfleet.config import DriveConfig, FleetConfig
 from kvfleet.core.block import KEY_BYTES, BlockKey
 from kvfleet.core.drives import Backoff, Health
-from kvfleet.core.inventory import record_id
 from kvfleet.core.writebudget import WriteBudget
 from kvfleet.errors import ConfigError, TierError, TierUnavailableError
 from kvfleet.node.drive import Drive, Opening, moment
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _RETRY_S = (1.0, 60.0)
 _CLOSE_TIMEOUT_S = 3.0
+_UNWANTED_MAX = 4096
 
 
 class DriveBay:
@@ -65,10 +67,11 @@ class DriveBay:
         self._fleet = fleet
         self._on_entry = partial(on_entry, self)
         self._backoff = Backoff(*_RETRY_S)
-        self._unwanted: set[bytes] = set()
+        self._unwanted: dict[BlockKey, None] = {}  # oldest first
         self._drive_id = ""
         self._budget: WriteBudget | None = None
         self._damage = ""
+        self._begun: float | None = None  # to open it
 
     @property
     def works(self) -> bool:
@@ -83,9 +86,9 @@ class DriveBay:
                     self.at_work = await self._open()
                     await self.at_work.serve(self.tried.set)
                 except (TierError, ConfigError) as error:
-                    self.problem = str(error)
-                    self._damage = str(error) if isinstance(error, TierError) and is_damage(error) else ""
-                    _log.warning("%s is not used: %s", self.config.directory, error)
+                    self.problem = self._tell(error)
+                    self._damage = self.problem if isinstance(error, TierError) and is_damage(error) else ""
+                    _log.warning("%s is not used: %s", self.config.directory, self.problem)
                     await self._take_out(TierUnavailableError(TIER, str(error)))
                 await asyncio.sleep(self._backoff.failed(now()))
         except asyncio.CancelledError:
@@ -95,6 +98,12 @@ class DriveBay:
             await self._take_out(TierUnavailableError(TIER, repr(error)))
             raise
 
+    def _tell(self, error: TierError | ConfigError) -> str:
+        """What is wrong, for who knows which drive this is."""
+        text = error.detail if isinstance(error, TierError) else str(error)
+        directory = os.path.expandvars(self.config.directory)
+        return text.replace(f"{directory}: ", "").replace(f"{directory}/", "")
+
     async def _open(self) -> DriveAtWork:
         """Open the drive, to the end even if we are cancelled: then it is closed at once.
 
@@ -103,12 +112,15 @@ class DriveBay:
             TierError: as `Drive.open`.
         """
         alone = len(self._fleet.nvme) == 1
-        opening = Opening(self.config, moment(), alone, self._drive_id, self._budget, self._damage)
+        budget = copy(self._budget)  # a thread charges it, while we tell of ours
+        opening = Opening(self.config, moment(), alone, self._drive_id, budget, self._damage)
         calls = DriveCalls(self._fleet.nvme_inflight_max)
+        self._begun = now()
         opened: list[Drive] = []
         try:
             await calls.read(lambda: opened.append(Drive.open(opening)))
         except BaseException:
+            self._budget = budget
             await calls.close(opened[0].close if opened else lambda: None)
             raise
         drive = opened[0]
@@ -118,8 +130,8 @@ class DriveBay:
         self.counts.corrupt_blocks += drive.num_dropped
         self.problem = "; ".join(drive.remarks)
         at_work = DriveAtWork(drive, calls, self._fleet, self.counts, self.health, self._on_entry)
-        for record in self._unwanted & drive.books.entries.keys():
-            at_work.drop(BlockKey(record[:KEY_BYTES]))
+        for key in self._unwanted:
+            at_work.drop(key)
         self._unwanted.clear()
         self._backoff.worked(now())
         return at_work
@@ -129,7 +141,8 @@ class DriveBay:
         self.tried.set()
         if self.at_work is not None:
             self.at_work.fail(error)
-            self._unwanted.update(self.at_work.unreadable)
+            for record in self.at_work.unreadable:
+                self._drop_later(BlockKey(record[:KEY_BYTES]))
             await self.at_work.take_out()
             at_work, self.at_work = self.at_work, None
             await at_work.close(save=False)
@@ -152,21 +165,23 @@ class DriveBay:
         return None if self.at_work is None else self.at_work.drive.books.entries.get(record)
 
     def drop(self, key: BlockKey) -> None:
-        """Take out a block, all shards of it, if it is here."""
-        if self.at_work is None:
-            return
-        if self.at_work.works:
+        """Take out a block, all shards of it, if it is here; as soon as the drive is back if that is out."""
+        if self.at_work is not None and self.at_work.works:
             self.at_work.drop(key)
-        else:  # as soon as it is back
-            shards = self.at_work.drive.books.placement.shards(key)
-            self._unwanted.update(record_id(key, shard) for shard in shards)
+        else:
+            self._drop_later(key)
+
+    def _drop_later(self, key: BlockKey) -> None:
+        self._unwanted[key] = None
+        if len(self._unwanted) > _UNWANTED_MAX:  # what is wrong with the oldest, its checksum will tell
+            del self._unwanted[next(iter(self._unwanted))]
 
     def status(self) -> DriveStatus:
         """How it is."""
         status = DriveStatus(
             directory=self.config.directory,
             works=self.works,
-            problem=self.problem or ("" if self.works else "not open yet"),
+            problem=self.problem or ("" if self.works else self._not_open()),
             tried=self.tried.is_set(),
             slow=self.health.slow,
             counts=replace(self.counts),
@@ -177,6 +192,9 @@ class DriveBay:
             status = status.with_drive(self.at_work.drive, self.at_work.queued_bytes)
         return status
 
+    def _not_open(self) -> str:
+        return "not open yet" if self._begun is None else f"not open yet, since {now() - self._begun:.0f} s"
+
     async def examine(self, *, repair: bool) -> DriveReport:
         """See `NvmeTier.doctor`."""
         at_work = self.at_work
@@ -186,7 +204,7 @@ class DriveBay:
             return replace(await at_work.examine(repair=repair), directory=self.config.directory)
         except TierUnavailableError as error:
             at_work.fail(error)
-            return DriveReport(self.config.directory, str(error))
+            return DriveReport(self.config.directory, self._tell(error))
 
     def audit(self) -> list[str]:
         """What does not add up in the books; nothing, unless there is a bug."""

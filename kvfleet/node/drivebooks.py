@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from kvfleet.core.block import BlockKey
 from kvfleet.core.inventory import record_id
 from kvfleet.core.placement import Evicted, Placement, Restored
-from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.policies import POLICIES
 from kvfleet.core.slabs import SlabMap
 from kvfleet.node.driveentry import Entry
 from kvfleet.node.driveindex import DriveIndex
@@ -40,7 +40,7 @@ class DriveBooks:
         """
         self.table_changes: dict[int, int] = {}
         self.slabs = SlabMap(slabs_bytes, unit_bytes, records_max, self.table_changes.__setitem__)
-        self.placement = Placement(self.slabs, LeafFirstLRU)
+        self.placement = Placement(self.slabs, POLICIES["lru"])
         self.entries: dict[bytes, Entry] = {}
         self.deleted: set[bytes] = set()
 

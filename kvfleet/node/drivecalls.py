@@ -2,6 +2,9 @@
 
 A call that hangs cannot be ended. Whoever waits for it can be let go, its thread stays until the drive answers; nobody
 begins another call meanwhile than its pool has threads for.
+
+Calls wait in a queue from which the threads take them themselves: between two calls a thread does not wait for the
+event loop, which may be busy, nor the drive for the thread.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -69,22 +74,58 @@ def _run(future: Future[T], work: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """What waits for a thread, or is under way in one. Who takes it out of its queue decides what becomes of it."""
+
+    work: Callable[[Callable[[], float]], Any]
+    done: asyncio.Future[Any]
+
+
+class _Hand:
+    """A thread that takes calls, one after the other, until none waits."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, waiting: deque[_Call]) -> None:
+        self._loop = loop
+        self._waiting = waiting
+        self.since: float | None = None  # when its call began, or last showed that the drive answers
+
+    def beat(self) -> float:
+        """The drive answers."""
+        self.since = time = self._loop.time()
+        return time
+
+    def work(self) -> None:
+        """Runs in the thread."""
+        while True:
+            try:
+                call = self._waiting.popleft()
+            except IndexError:
+                return
+            self.beat()
+            try:
+                tell = partial(call.done.set_result, call.work(self.beat))
+            except Exception as error:  # noqa: BLE001  raised again where the call is awaited
+                tell = partial(call.done.set_exception, error)
+            self.since = None
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(_tell, call.done, tell)
+            del call, tell  # and what they hold
+
+
+def _tell(done: asyncio.Future[Any], tell: Callable[[], None]) -> None:
+    tell()
+    done.exception()  # nobody may be left to be told
+
+
 class _Lane:
     """Calls of one kind: a number of them at once, the others wait in order."""
 
     def __init__(self, places: int, name: str) -> None:
         self.threads = DaemonThreads(places, name)
         self.places = places
-        self.num_running = 0
-        self.waiting: deque[asyncio.Future[None]] = deque()
-
-    def next(self) -> None:
-        """Let those in whose turn it is."""
-        while self.waiting and self.num_running < self.places:
-            turn = self.waiting.popleft()
-            if not turn.done():
-                self.num_running += 1
-                turn.set_result(None)
+        self.hands: list[_Hand] = []
+        self.waiting: deque[_Call] = deque()
 
 
 class DriveCalls:
@@ -102,8 +143,6 @@ class DriveCalls:
         self._lanes = {kind: _Lane(inflight_max, f"kvfleet-drive-{kind}") for kind in ("read", "write")}
         self._lanes["index"] = _Lane(2, "kvfleet-drive-index")
         self._lanes["look"] = _Lane(1, "kvfleet-drive-look")
-        self._begun: dict[int, float] = {}
-        self._serial = 0
         self._failure = ""
         self._idle = asyncio.Event()
         self._idle.set()
@@ -112,20 +151,24 @@ class DriveCalls:
     def num_reads(self) -> int:
         """Reads that are under way or wait for their turn."""
         lane = self._lanes["read"]
-        return lane.num_running + len(lane.waiting)
+        return len(lane.hands) + len(lane.waiting)
 
     def oldest(self) -> float | None:
         """When the call was begun that has taken longest so far."""
-        return min(self._begun.values(), default=None)
+        begun = (hand.since for lane in self._lanes.values() for hand in lane.hands)
+        return min((since for since in begun if since is not None), default=None)
 
     def fail(self, reason: str) -> None:
         """Begin no more calls; those that wait for their turn fail."""
         self._failure = self._failure or reason
         for lane in self._lanes.values():
-            while lane.waiting:
-                turn = lane.waiting.popleft()
-                if not turn.done():
-                    turn.set_exception(TierUnavailableError(TIER, reason))
+            while True:
+                try:
+                    call = lane.waiting.popleft()
+                except IndexError:
+                    break
+                call.done.set_exception(TierUnavailableError(TIER, reason))
+                call.done.exception()  # whoever asked may be gone
 
     async def read(self, work: Callable[[], T]) -> T:
         """Run a call that writes to memory of the caller's: if we are cancelled meanwhile, still wait for its end.
@@ -133,65 +176,63 @@ class DriveCalls:
         Raises:
             TierUnavailableError: the drive failed before its turn came.
         """
-        return await settled(await self._begin("read", lambda _: work()))
+        lane, call = self._begin("read", lambda _: work())
+        try:
+            return await asyncio.shield(call.done)
+        except asyncio.CancelledError:
+            gone = _take_back(lane, call)
+            while not (gone or call.done.done()):
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({call.done})
+            raise
 
     async def write(self, work: Callable[[Callable[[], float]], T]) -> T:
-        """Run a call. If we are cancelled meanwhile, it goes on without us. Raises as `read` does.
+        """Run a call. If we are cancelled meanwhile, it goes on without us if it was begun. Raises as `read` does.
 
         Args:
             work: gets what to call now and then, to show that the drive answers; it returns the time.
         """
-        return await asyncio.shield(await self._begin("write", work))
+        return await self._run("write", work)
 
     async def index(self, work: Callable[[], T]) -> T:
         """As `write`, for what makes things durable; it does not wait for writes."""
-        return await asyncio.shield(await self._begin("index", lambda _: work()))
+        return await self._run("index", lambda _: work())
 
     async def look(self, work: Callable[[], T]) -> T:
         """As `write`, for small things that wait for nothing but each other."""
-        return await asyncio.shield(await self._begin("look", lambda _: work()))
+        return await self._run("look", lambda _: work())
 
-    async def _begin(self, kind: str, work: Callable[[Callable[[], float]], T]) -> asyncio.Future[T]:
-        lane, loop = self._lanes[kind], asyncio.get_running_loop()
+    async def _run(self, kind: str, work: Callable[[Callable[[], float]], T]) -> T:
+        lane, call = self._begin(kind, work)
+        try:
+            return await asyncio.shield(call.done)
+        except asyncio.CancelledError:
+            _take_back(lane, call)
+            raise
+
+    def _begin(self, kind: str, work: Callable[[Callable[[], float]], object]) -> tuple[_Lane, _Call]:
         if self._failure:
             raise TierUnavailableError(TIER, self._failure)
-        if lane.num_running < lane.places and not lane.waiting:
-            lane.num_running += 1
-        else:
-            turn = loop.create_future()
-            lane.waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled() and turn.exception() is None:
-                    lane.num_running -= 1
-                    lane.next()
-                raise
-            if self._failure:  # since its turn came
-                lane.num_running -= 1
-                raise TierUnavailableError(TIER, self._failure)
-        self._serial += 1
-        serial = self._serial
-        begun = self._begun
+        lane, call = self._lanes[kind], _Call(work, asyncio.get_running_loop().create_future())
+        lane.waiting.append(call)
+        self._next(lane)
+        return lane, call
 
-        def beat() -> float:
-            begun[serial] = time = loop.time()
-            return time
+    def _next(self, lane: _Lane) -> None:
+        """Have another thread take what waits, if one may."""
+        if lane.waiting and len(lane.hands) < lane.places:
+            loop = asyncio.get_running_loop()
+            hand = _Hand(loop, lane.waiting)
+            lane.hands.append(hand)
+            self._idle.clear()
+            loop.run_in_executor(lane.threads, hand.work).add_done_callback(partial(self._ended, lane, hand))
 
-        beat()
-        self._idle.clear()
-        job = loop.run_in_executor(lane.threads, partial(work, beat))
-        job.add_done_callback(lambda job: self._ended(lane, serial, job))
-        return job
-
-    def _ended(self, lane: _Lane, serial: int, job: asyncio.Future[Any]) -> None:
-        del self._begun[serial]
-        lane.num_running -= 1
-        if not job.cancelled():
-            job.exception()  # nobody may be left to tell
-        if not self._begun:
+    def _ended(self, lane: _Lane, hand: _Hand, job: asyncio.Future[None]) -> None:
+        lane.hands.remove(hand)
+        job.result()
+        self._next(lane)  # it may have seen an empty queue just before
+        if not any(other.hands for other in self._lanes.values()):
             self._idle.set()
-        lane.next()
 
     async def idle(self) -> None:
         """Wait until no call is under way."""
@@ -205,3 +246,12 @@ class DriveCalls:
         finally:
             for lane in self._lanes.values():
                 lane.threads.shutdown(wait=False)
+
+
+def _take_back(lane: _Lane, call: _Call) -> bool:
+    """Take a call out of its queue. False: a thread has it, or had it."""
+    try:
+        lane.waiting.remove(call)
+    except ValueError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvfleet.explain import show_bytes
 from kvfleet.node.drivestatus import DriveReport, DriveStatus
-from kvfleet.node.hostchecks import Check, check_drive_mount
+from kvfleet.node.hostchecks import Check, State, check_drive_mount
 from kvfleet.node.landing import settle
 
 if TYPE_CHECKING:
@@ -27,17 +27,15 @@ async def check_drives(node: Node, *, repair: bool) -> list[Check]:
     """
     if node.nvme is None:
         return []
-    checks: list[Check] = []
-    for status in node.nvme.status():
-        checks += await settle(None, partial(_state, status))
-    return checks + [_read(report, repair=repair) for report in await node.nvme.doctor(repair=repair)]
+    notes = [await settle(None, partial(_notes, status)) for status in node.nvme.status()]
+    reports = await node.nvme.doctor(repair=repair)
+    return [_check(report, said, repair=repair) for report, said in zip(reports, notes, strict=True)]
 
 
-def _state(status: DriveStatus) -> list[Check]:
-    """What a drive says of itself, and where it is mounted."""
-    name = f"drive {status.directory}"
+def _notes(status: DriveStatus) -> list[str]:
+    """What is not as it could be with a drive that works, and where it is mounted."""
     if not status.works:
-        return [Check(name, "bad", status.problem)]
+        return []
     notes = [check_drive_mount(Path(os.path.expandvars(status.directory)).expanduser())]
     if status.problem:
         notes.append(status.problem)
@@ -47,19 +45,27 @@ def _state(status: DriveStatus) -> list[Check]:
         notes.append("its filesystem refuses O_DIRECT: all goes through the page cache")
     if status.pressure >= 1:
         notes.append("has had its writes for today: nothing is written to it")
-    return [Check(name, "note", note) for note in notes if note]
+    return [note for note in notes if note]
 
 
-def _read(report: DriveReport, *, repair: bool) -> Check:
+def _check(report: DriveReport, notes: list[str], *, repair: bool) -> Check:
+    """One line for a drive: what came of reading it, and what else there is to say."""
+    state, text = _read(report, repair=repair)
+    return Check(f"drive {report.directory}", "note" if notes and state == "ok" else state, "; ".join([text, *notes]))
+
+
+def _read(report: DriveReport, *, repair: bool) -> tuple[State, str]:
     """What came of reading a drive."""
-    name = f"drive {report.directory}"
     wrong = [*report.findings, *(f"{record} is damaged" for record in report.corrupt)]
     if report.problem:
-        return Check(name, "bad", "; ".join([report.problem, *wrong[:3]]))
+        return "bad", "; ".join([report.problem, *wrong[:3]])
+    if not report.blocks and not wrong:
+        return "ok", "it holds no blocks"
     if not wrong:
-        return Check(name, "ok", f"{report.blocks:,} blocks, {show_bytes(report.num_bytes)}, were read: all sound")
+        read = "1 block" if report.blocks == 1 else f"all {report.blocks:,} blocks"
+        return "ok", f"{read}, {show_bytes(report.num_bytes)}, read and sound"
     more = f" and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
     text = f"of {report.blocks:,} blocks {'; '.join(wrong[:3])}{more}"
     if not repair:
-        return Check(name, "bad", f"{text}; --repair drops them")
-    return Check(name, "note" if report.repaired else "bad", f"{text}; {report.repaired:,} were dropped")
+        return "bad", f"{text}; --repair drops them"
+    return "note" if report.repaired else "bad", f"{text}; {report.repaired:,} were dropped"

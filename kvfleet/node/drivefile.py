@@ -229,19 +229,20 @@ def read_through(path: Path) -> None:
             pass
 
 
-def take_room(path: Path, num_bytes: int) -> None:
-    """Take the room now, so that a full filesystem cannot stop a deletion later.
+def take_room(path: Path, num_bytes: int) -> int:
+    """Take the room now, so that a full filesystem cannot stop a deletion later. Returns how many bytes were written.
 
     What is new is written once: then a transaction does not have to wait for the filesystem's journal, which would note
     of each of its pages that it was written for the first time.
     """
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        done = os.fstat(fd).st_size
+        before = done = os.fstat(fd).st_size
         os.posix_fallocate(fd, 0, num_bytes)
         if done < num_bytes:
             while done < num_bytes:
                 done += os.pwrite(fd, bytes(min(MIB, num_bytes - done)), done)
             os.fsync(fd)
+        return max(0, num_bytes - before)
     finally:
         os.close(fd)

@@ -103,9 +103,7 @@ def plan_drive(max_bytes: int, unit_bytes: int | None = None) -> Plan:
     unit = unit_bytes or max(_UNIT_MIN, 1 << max(0, data_bytes // _UNITS - 1).bit_length())
     if data_bytes < unit:
         needed = max_bytes - data_bytes + unit
-        raise ConfigError(
-            "nvme", f"max_bytes: a drive with an index of {records} records needs {needed}, is {max_bytes}"
-        )
+        raise ConfigError("max_bytes", f"a drive needs {needed:,} bytes at least, may take {max_bytes:,}")
     return Plan(records, unit, min(data_bytes // unit, _UNITS_MAX))
 
 
@@ -157,7 +155,7 @@ def read_format(directory: Path, max_bytes: int) -> Format:
                 raise ValueError(f"unit_bytes is {form.unit_bytes}")
             return form
     except (KeyError, TypeError, ValueError) as error:
-        raise TierUnavailableError(TIER, f"{path}: damaged: {error!r}") from error
+        raise TierUnavailableError(TIER, f"{path}: damaged: it does not say what it should: {error}") from error
     age = "a newer" if version > FORMAT_VERSION else "an older"
     raise TierUnavailableError(
         TIER,

@@ -74,6 +74,7 @@ class DriveIndex:
 
     Attributes:
         num_bytes: what the index takes of the drive; all of it is allocated when it is opened.
+        filled_bytes: that were written for that, and to shrink it.
     """
 
     def __init__(self, directory: Path, records_max: int) -> None:
@@ -92,6 +93,7 @@ class DriveIndex:
         self._directory = directory
         self._mutex = threading.Lock()
         self._depth = 1
+        self.filled_bytes = 0
         with drive_errors(directory, "open the index"):
             if not directory.exists():
                 _make(directory)
@@ -101,7 +103,7 @@ class DriveIndex:
     def _open(self, map_bytes: int) -> None:
         data = self._directory / _DATA_FILE
         self.num_bytes = max(map_bytes, data.stat().st_size)
-        take_room(data, self.num_bytes)
+        self.filled_bytes += take_room(data, self.num_bytes)
         read_through(data)
         # Nobody else has it open, so whatever a dead process left in the table of readers is void.
         (self._directory / _LOCK_FILE).unlink(missing_ok=True)
@@ -129,6 +131,7 @@ class DriveIndex:
             fresh.mkdir(mode=0o700)
             self._env.copy(os.fspath(fresh), compact=True)
             self._env.close()
+            self.filled_bytes += (fresh / _DATA_FILE).stat().st_size
             (fresh / _DATA_FILE).replace(self._directory / _DATA_FILE)
             shutil.rmtree(fresh)
             self._open(index_bytes(records_max))

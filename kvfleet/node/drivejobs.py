@@ -54,11 +54,17 @@ class Write:
 
 
 def encode(codec: Codec, write: Write, _: Callable[[], float]) -> Write | None:
-    """Code a block, in a thread. None if its source does not have its checksum."""
+    """Code a block, in a thread; one that does not get smaller by it stays raw.
+
+    Returns:
+        None if its source does not have its checksum.
+    """
     entry = write.entry
     encoded = codec.encode(write.source, entry.itemsize)
     if encoded.checksum != entry.checksum:
         return None
+    if encoded.num_bytes >= entry.num_bytes:
+        return write
     data = pages(encoded.num_bytes)
     start = 0
     for piece in encoded.pieces:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Hashable
 
 from typing_extensions import override
 
@@ -19,22 +19,23 @@ from kvfleet.node.readahead import ReadAhead
 __all__ = ["DriveReads"]
 
 _log = logging.getLogger(__name__)
+_AHEAD = 2  # reads that wait for a drive: so its threads need not wait for the event loop between two
 
 
 class DriveReads(ReadAhead):
-    """Reads blocks from the drives for the loads of a node and for its peers, at most `nvme_inflight_max` at once.
+    """Reads blocks from the drives for the loads of a node and for its peers, `nvme_inflight_max` at once from each.
 
     Threads: the manager's event loop; the reads themselves run in the drives' threads.
     """
 
     def __init__(self, nvme: NvmeTier, config: FleetConfig) -> None:
-        super().__init__(Source.NVME, config.nvme_inflight_max, patience_s=config.holder_timeout_s)
+        super().__init__(Source.NVME, config.nvme_inflight_max + _AHEAD, patience_s=config.holder_timeout_s)
         self._nvme = nvme
 
     def has(self, key: BlockKey, shard: int, num_bytes: int) -> bool:
         """Whether a drive has a block of that size, and reads it within a time that loads wait for."""
         stored = self._nvme.find(key, shard)
-        return stored is not None and stored.num_bytes == num_bytes and not self.stuck
+        return stored is not None and stored.num_bytes == num_bytes and not self._stuck(self._nvme.where(key, shard))
 
     def bring(self, slots: BlockSlots, first: int, stop: int) -> AsyncGenerator[Outcome, None]:
         """Read blocks [first, stop) of a load into the arena; yields and raises as `ReadAhead.read` does."""
@@ -43,6 +44,10 @@ class DriveReads(ReadAhead):
             return await self._fill(slots, index, memory)
 
         return self.read(slots, first, stop, fill)
+
+    @override
+    def _medium(self, slots: BlockSlots, index: int) -> Hashable:
+        return self._nvme.where(slots.keys[index], slots.request.shard)
 
     async def _fill(self, slots: BlockSlots, index: int, memory: Bytes) -> int | Miss:
         request, key = slots.request, slots.keys[index]
@@ -55,7 +60,7 @@ class DriveReads(ReadAhead):
             return Miss.CORRUPT
         except TierError as error:
             _log.info("%s", error)
-            return Miss.UNREACHABLE
+            return Miss.STORAGE_FAILED
         return Miss.EVICTED if checksum is None else checksum
 
     @override

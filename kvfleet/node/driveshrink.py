@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -49,8 +49,14 @@ def eviction_order(entries: Iterable[Entry]) -> list[list[Entry]]:
     return [blocks[key] for _, _, key in sorted(order)]
 
 
-def shrink(index: DriveIndex, file: DriveFile, plan: Plan) -> int:
+def shrink(index: DriveIndex, file: DriveFile, plan: Plan, spend: Callable[[int], None]) -> int:
     """Make an index and a data file fit a plan, if they do not; damaged entries go as well.
+
+    Args:
+        index: to be made smaller.
+        file: to be made smaller.
+        plan: what they may have.
+        spend: told of bytes before they are written to the data file.
 
     Returns:
         How many entries had to go.
@@ -63,7 +69,7 @@ def shrink(index: DriveIndex, file: DriveFile, plan: Plan) -> int:
     """
     num_before = index.num_entries
     if file.num_bytes > plan.num_units * plan.unit_bytes or num_before > plan.records_max:
-        _Shrinking(index, file, plan, min(plan.num_units, file.num_bytes // plan.unit_bytes)).run()
+        _Shrinking(index, file, plan, spend).run()
     num_evicted = num_before - index.num_entries
     if index.num_bytes > index_bytes(plan.records_max):
         index.shrink(plan.records_max)
@@ -71,9 +77,11 @@ def shrink(index: DriveIndex, file: DriveFile, plan: Plan) -> int:
 
 
 class _Shrinking:
-    def __init__(self, index: DriveIndex, file: DriveFile, plan: Plan, num_units: int) -> None:
+    def __init__(self, index: DriveIndex, file: DriveFile, plan: Plan, spend: Callable[[int], None]) -> None:
         self._index = index
         self._file = file
+        self._spend = spend
+        num_units = min(plan.num_units, file.num_bytes // plan.unit_bytes)
         self._table = index.units(file.num_bytes // plan.unit_bytes)
         # A run that the new end cuts in two goes as a whole: its slots must stay until they are copied.
         place = self._table[num_units] & _PLACE if num_units < len(self._table) else 0
@@ -161,6 +169,7 @@ class _Shrinking:
             self._file.read(entry.offset, data)
         except CorruptBlockError:
             return False
+        self._spend(entry.slot_bytes)
         self._file.write(offset, data)
         return True
 

@@ -34,7 +34,8 @@ __all__ = ["DriveWriter"]
 
 _BATCH_BLOCKS = 64
 _BATCH_BYTES = 128 * MIB  # or more, if half of what may be in flight is more
-_BATCHES = 3  # at once: two are written, one is entered
+# At once: two are written, two are flushed and entered, which takes as long where the drive's own queue is full.
+_BATCHES = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -215,10 +216,12 @@ class DriveWriter:
         sizes: dict[bytes, int] = {}
         num_bytes = 2 * drive.cost(len(writes))
         for write in writes:
+            key = write.entry.key
+            sizes[key] = max(sizes.get(key, 0), write.entry.slot_bytes)
+        for write in writes:
             key = BlockKey(write.entry.key)
             others = len(placement.shards(key))
-            here = placement.block_bytes(key) // others if others else write.entry.slot_bytes
-            size = sizes.setdefault(key, here)
+            size = placement.block_bytes(key) // others if others else sizes[key]
             if write.entry.slot_bytes <= size and drive.budget.allows(num_bytes + size, now):
                 num_bytes += size
                 by_size.setdefault(size, []).append(write)

@@ -23,6 +23,7 @@ __all__ = ["SharedEndpoint", "Way"]
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 60.0
+_RECOVERS_INTERVALS = 2
 _PROBE_TIMEOUT_MIN_S = 2.0  # the first request also finds credentials and connects
 _LOST_MAX = 10_000
 _LOST_S = 60.0  # by then the directory has told everyone
@@ -48,6 +49,7 @@ class SharedEndpoint:
             `layout_refused`, `read_failed`, `not_asked` (the way was closed). Those to be written: `written`, `known`
             (by another node, before), `elsewhere` (another node is at it), `write_failed`, `write_full`. And how often
             a way was closed: `read_outages`, `write_outages`.
+        recovers_s: after so long storage that works again is known to.
         on_well: called when a way is open again.
         on_lost: called with a record whose copy was found to be gone or bad.
     """
@@ -66,6 +68,7 @@ class SharedEndpoint:
             "read": ProbedBreaker(config.shared_probe_s, proven=True),
             "write": ProbedBreaker(config.shared_probe_s, proven=False),
         }
+        self.recovers_s = _RECOVERS_INTERVALS * config.shared_probe_s + self._probe_timeout_s
         self._lost = LostCopies(_LOST_MAX, _LOST_S)
         self._executor = ThreadPoolExecutor(len(self._breakers), "kvfleet-probe")
         self._wake = asyncio.Event()

@@ -9,7 +9,7 @@ from kvfleet.copying import checksum
 from kvfleet.errors import TierUnavailableError
 from kvfleet.node.arena import ARENA_FILE, Arena
 from kvfleet.node.arenadir import LOCK_FILE, FileLock
-from kvfleet.node.inspecting import Findings, some
+from kvfleet.node.findings import Findings, some
 from kvfleet.node.records import Record
 
 __all__ = ["check_blocks", "inspect_arena"]
@@ -56,7 +56,7 @@ def inspect_arena(path: Path) -> Findings:
     try:
         arena = Arena.attach(path)
     except TierUnavailableError as error:
-        return Findings(kind, problems=(error.detail,))
+        return Findings(kind, problems=(error.detail.removeprefix(f"{path}: "),))
     try:
         held = FileLock.held(path.with_name(LOCK_FILE))
         records = arena.records.live()

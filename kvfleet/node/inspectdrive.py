@@ -17,7 +17,7 @@ from kvfleet.node.codecs import codec_numbered
 from kvfleet.node.driveentry import Entry
 from kvfleet.node.drivefile import drive_errors
 from kvfleet.node.driveformat import read_format
-from kvfleet.node.inspecting import Findings, some
+from kvfleet.node.findings import Findings, some
 
 __all__ = ["drive_of", "inspect_drive"]
 
@@ -50,7 +50,7 @@ def inspect_drive(directory: Path) -> Findings:
         finally:
             lock.release()
     except TierError as error:
-        return Findings(_KIND, problems=(error.detail,))
+        return Findings(_KIND, problems=(error.detail.replace(f"{directory}: ", "").replace(f"{directory}/", ""),))
 
 
 def _read(directory: Path, facts: list[tuple[str, str]]) -> Findings:

@@ -2,57 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
+from types import MappingProxyType
 
 from kvfleet.core.layout import BlockLayout
 from kvfleet.errors import ConfigError, CorruptBlockError, LayoutMismatchError
 from kvfleet.node.blockfile import BlockHeader, decode, read_header
+from kvfleet.node.findings import Findings
+from kvfleet.node.inspectfolder import BLOCK_NAME, NAMESPACE, folder_of_shared, layout_words
 from kvfleet.node.manifestfile import Manifest, Unreadable
-from kvfleet.node.manifestlist import CURRENT, FOLDER, Current
+from kvfleet.node.manifestlist import CURRENT, Current
 from kvfleet.node.objects import Child, ObjectStore
 
-__all__ = ["BLOCK_BYTES_MAX", "Findings", "inspect_bytes", "inspect_url", "some"]
+__all__ = ["BLOCK_BYTES_MAX", "inspect_bytes", "inspect_url"]
 
 BLOCK_BYTES_MAX = (1 << 32) + (1 << 16)  # of an object: the largest block with its frame
 _TIMEOUT_S = 60.0
 _ARROW = b"\xff\xff\xff\xff"
 _PARQUET = b"PAR1"
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
-_BLOCK_NAME = re.compile(r"([0-9a-f]{32})\.([0-9]+)-of-([0-9]+)\.arrow")
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """What something is.
-
-    Attributes:
-        kind: in words.
-        facts: names and values of what it says of itself.
-        problems: why it is not sound; empty if it is, as far as it was looked at.
-        checked: how that was found out, or what was not looked at.
-        whole: all of it was looked at.
-        foreign: it is of a version or codec that is not known here, and may be sound.
-    """
-
-    kind: str
-    facts: tuple[tuple[str, str], ...] = ()
-    problems: tuple[str, ...] = ()
-    checked: str = ""
-    whole: bool = True
-    foreign: bool = False
-
-    @property
-    def sound(self) -> bool:
-        """Whether nothing is wrong with it."""
-        return not self.problems
-
-
-def some(problems: list[str], shown: int = 20) -> tuple[str, ...]:
-    """The first of many problems, and how many more there are."""
-    more = len(problems) - shown
-    return (*problems[:shown], *([f"and {more:,} more"] if more > 0 else []))
+_NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 def inspect_bytes(data: bytes, path: str) -> Findings:
@@ -109,24 +79,14 @@ def _block(data: bytes, path: str) -> Findings:
 
 def _misnamed(header: BlockHeader, path: str) -> tuple[str, ...]:
     """Whether a name that looks like a block's is another block's."""
-    found = _BLOCK_NAME.fullmatch(PurePosixPath(path).name)
+    found = BLOCK_NAME.fullmatch(PurePosixPath(path).name)
     if found is None:
         return ()
     named, here = found.groups(), (header.key.hex(), str(header.shard), str(header.num_shards))
     folder = PurePosixPath(path).parent.parent.name
-    if named != here or (_NAMESPACE.fullmatch(folder) and folder != header.namespace_id.hex()):
+    if named != here or (NAMESPACE.fullmatch(folder) and folder != header.namespace_id.hex()):
         return (f"it is another block than its name says: {here[0]}.{here[1]}-of-{here[2]}",)
     return ()
-
-
-def layout_words(layout_json: str) -> str:
-    """A layout in words."""
-    try:
-        layout = BlockLayout.from_json(layout_json)
-    except (ValueError, TypeError, KeyError):
-        return f"unknown: {layout_json[:60]}"
-    shape = "x".join(map(str, layout.shape))
-    return f"{layout.dtype} {shape}, {layout.block_tokens} tokens, {layout.inner_order} order"
 
 
 def _manifest(data: bytes) -> Findings:
@@ -185,8 +145,12 @@ def _current(data: bytes) -> Findings:
     return Findings(kind, facts, checked="it has its checksum; the files it names were not read")
 
 
-def inspect_url(url: str) -> Findings:
+def inspect_url(url: str, options: Mapping[str, object] = _NO_OPTIONS) -> Findings:
     """What an object, or what is below a URL, is. Credentials are those of the environment.
+
+    Args:
+        url: any that fsspec knows.
+        options: for its filesystem.
 
     Raises:
         ConfigError: nothing is there, or nothing of kvfleet's; or the URL is no good.
@@ -196,28 +160,16 @@ def inspect_url(url: str) -> Findings:
     """
     base, _, name = url.rstrip("/").rpartition("/")
     if base.endswith((":/", ":")):  # a bucket: there is nothing above it
-        store = ObjectStore(url, {}, _TIMEOUT_S)
+        store = ObjectStore(url, options, _TIMEOUT_S)
         name = ""
     else:
-        store = ObjectStore(base, {}, _TIMEOUT_S)
+        store = ObjectStore(base, options, _TIMEOUT_S)
     try:
         data = store.get(name, BLOCK_BYTES_MAX) if name else None
         children = [] if data else store.children(name)
         if data or (data is not None and not children):
             findings = inspect_bytes(data, url)
             return replace(findings, facts=(*findings.facts, ("object", store.name + "/" + name)))
-        return _folder(url, children)
+        return folder_of_shared(url, children)
     finally:
         store.close()
-
-
-def _folder(url: str, children: list[Child]) -> Findings:
-    names = {child.name for child in children if child.is_directory}
-    namespaces = sum(1 for name in names if _NAMESPACE.fullmatch(name))
-    if not namespaces and FOLDER not in names:
-        raise ConfigError("", f"{url}: " + ("nothing of kvfleet's is below it" if children else "nothing there"))
-    facts = (
-        ("namespaces", f"{namespaces:,}, each the blocks of one model and tenant"),
-        ("manifests", "yes" if FOLDER in names else "none"),
-    )
-    return Findings("a shared tier", facts, checked="its blocks were not read: give an object, or a key", whole=False)

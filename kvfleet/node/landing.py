@@ -74,7 +74,8 @@ class BlockSlots:
         self.dram = dram
         self.request = request
         self.keys = split(request.keys)
-        self.deadline = now() + request.timeout_s
+        self.began = now()
+        self.deadline = self.began + request.timeout_s
         self.pace = Pace(max(1, dram.arena.capacity_bytes // _ARENA_PART // request.num_bytes))
         self._admitter = admitter
 
@@ -141,7 +142,7 @@ class BlockSlots:
 
     def commit(self, granted: Granted, checksum: int) -> bool:
         """Make a written block visible. False: it could not be."""
-        committed = self.dram.commit(granted.slot, granted.generation, checksum)
+        committed = self.dram.commit(granted.slot, granted.generation, checksum, brought=True)
         self._admitter.freed()
         return committed
 

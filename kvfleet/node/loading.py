@@ -209,9 +209,11 @@ class _Load:
         if not self._arrivals.add_resident(source):
             return False
         record = (self._keys[index], self._request.shard)
-        endpoint = self._loader.endpoint
+        endpoint, drives = self._loader.endpoint, self._loader.drive_reads
         if saved and endpoint is not None and not endpoint.has_lost(record_id(*record)):
             self._loader.dram.placement.saved(*record, "shared")
+        if drives is not None and drives.has(*record, self._request.num_bytes):
+            self._loader.dram.placement.saved(*record, "nvme")
         self._loader.publisher.wake()
         self._loader.flights.pop(record).set_result(source)
         return True

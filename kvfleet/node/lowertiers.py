@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvfleet.config import FleetConfig
+from kvfleet.core.admission import shared_takes
 from kvfleet.core.inventory import split_records
 from kvfleet.core.placement import Gate, LowerTier, Transfer
 from kvfleet.node.catalog import CatalogKeeper
@@ -59,9 +60,11 @@ class LowerTiers:
         self.drives: LocalDrives | None = None
         self.gates: dict[LowerTier, Gate] = {}
         if config.nvme:
-            self.gates["nvme"] = lambda num_bytes, uses: self.drives is not None and self.drives.takes(num_bytes, uses)
+            self.gates["nvme"] = lambda num_bytes, uses, expected_uses: (
+                self.drives is not None and self.drives.takes(num_bytes, uses, expected_uses)
+            )
         if self.endpoint is not None:
-            self.gates["shared"] = lambda _num_bytes, _uses: True
+            self.gates["shared"] = shared_takes
 
     def join(self, dram: DramTier, publisher: Publisher, link: DirectoryLink, home: NodeHome) -> None:
         """Make those who write to the tiers. Nothing runs yet."""
@@ -72,6 +75,8 @@ class LowerTiers:
             self.uses = ArenaUses(dram, publisher)
         if self._config.nvme:
             self.drives = LocalDrives(dram, publisher, self._config)
+        if self.drives is not None and self.endpoint is not None:
+            self.saver.drain_drives(self.drives.nvme, self._config.save_inflight_max)
 
     def on_moved(self, told: Callable[[], None]) -> None:
         """Have somebody told of the end of each transfer."""

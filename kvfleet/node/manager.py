@@ -7,6 +7,7 @@ It runs as an actor, but is a plain class. The work is in the parts that `Node` 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -35,6 +36,7 @@ from kvfleet.node.messages import (
 )
 from kvfleet.node.node import Node
 from kvfleet.node.publishing import DirectoryLink
+from kvfleet.node.recording import RecordReply
 from kvfleet.node.startup import NodeHome, NodePlace, open_home, remove_home
 from kvfleet.node.status import NodeStatus
 from kvfleet.node.tallies import Request
@@ -112,8 +114,9 @@ class TierManager:
             return Attachment("", 0, "", b"", "", self._problem)
         home = self._node.home
         return Attachment(
-            home.node_id, home.epoch, str(home.arena.path), home.arena.arena_id, str(home.directory / CLIENTS_DIR)
-        )
+            home.node_id, home.epoch, str(home.arena.path), home.arena.arena_id, str(home.directory / CLIENTS_DIR),
+            speeds=self._node.loader.sources.speeds.speeds(),
+        )  # fmt: skip
 
     async def reserve(self, request: ReserveRequest) -> ReserveReply:
         """Slots for blocks a client wants to store."""
@@ -152,6 +155,10 @@ class TierManager:
         """End a client's hold."""
         self._parts().holds.release(client_id, number)
 
+    async def retire(self, session: bytes) -> int:
+        """A session has ended. Returns how many blocks that were its alone are the first to go now, on all nodes."""
+        return self._parts().writers.retire(session)
+
     async def status(self) -> NodeStatus:
         """How this node is doing."""
         if self._node is None:
@@ -161,6 +168,15 @@ class TierManager:
     async def requests(self, wanted: str, limit: int) -> list[Request]:
         """The newest requests of this node's clients; see `TallyBook.requests`."""
         return [] if self._node is None else self._node.tallies.requests(wanted, limit)
+
+    async def record(self, recorder: bytes, *, ends: bool) -> RecordReply:
+        """What was looked up on this node since the last time; see `Recording.turn`."""
+        if self._node is None:
+            return RecordReply()
+        try:
+            return await asyncio.to_thread(self._node.recording.turn, recorder, now(), ends=ends)
+        except OSError as error:
+            return RecordReply(problem=f"{error.filename}: {error.strerror}")
 
     async def copies(self, key: bytes, *, shared: bool) -> list[Copy]:
         """Read and verify the copies of a block that are on this node, or those in the shared tier."""
@@ -179,16 +195,19 @@ class TierManager:
         """Copy to the tiers below what is not there yet, for at most `timeout_s`; the node may be stopped then.
 
         Returns:
-            How many blocks have no copy in any tier below; 0 if there is none.
+            See `num_unsaved`.
         """
         return await self._node.flush(timeout_s) if self._node is not None else 0
 
     async def num_unsaved(self) -> int:
-        """How many blocks have no copy in any tier below; 0 if there is none."""
+        """How many blocks have no copy in any tier below and wait for one.
+
+        Not those that the tiers did not take, or have dropped, as too many or worth too little.
+        """
         return self._node.num_unsaved if self._node is not None else 0
 
     async def drain(self, timeout_s: float, bytes_max: int | None) -> Drained:
-        """Take no more stores, and save the most valuable of what is unsaved. Loads go on.
+        """Take no more stores, and save the most valuable of what is unsaved, in memory and on drives. Loads go on.
 
         It stays like this through restarts, until `resume`; asked again it goes on with a new budget.
 

@@ -178,7 +178,7 @@ class Manifest:
             metadata = self._file.metadata
             about = json.loads((metadata.metadata or {}).get(_METADATA, b"null"))
         except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-            raise Unreadable(Skip.DAMAGED, str(error)) from error
+            raise Unreadable(Skip.DAMAGED, f"no sound Parquet file: {_first_line(error)}") from error
         self.about = _about(about)
         if not self._file.schema_arrow.equals(_schema()):
             raise Unreadable(Skip.FOREIGN, "it has other columns")
@@ -202,10 +202,14 @@ class Manifest:
                 table = self._file.read_row_group(group, use_threads=False)
                 rows = _rows(table)
             except (pa.ArrowException, OSError, ValueError) as error:
-                raise Unreadable(Skip.DAMAGED, str(error)) from error
+                raise Unreadable(Skip.DAMAGED, f"a damaged page: {_first_line(error)}") from error
             if (rows["shard"] >= rows["num_shards"]).any() or (rows["num_shards"] > NUM_SHARDS_MAX).any():
                 raise Unreadable(Skip.DAMAGED, "no such shards")
             yield rows
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _about(about: object) -> About:

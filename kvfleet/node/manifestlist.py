@@ -143,7 +143,7 @@ class Current:
             newer = fields["format"] != _FORMAT
             current = None if newer else cls._of(fields)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Unreadable(Skip.FOREIGN, f"{CURRENT}: {error!r}") from error
+            raise Unreadable(Skip.FOREIGN, f"{CURRENT} does not say what it should: {error}") from error
         if current is None:
             raise Unreadable(Skip.NEWER, f"{CURRENT} has format {fields['format']}, this is {_FORMAT}")
         return current

@@ -6,14 +6,17 @@ shard, 18 bytes packed (key, then the shard as little-endian uint16). Deadlines 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfleet.core.directory import Run
+from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.core.outcomes import Miss, Outcome, Source
+from kvfleet.core.speeds import Speed
 
 __all__ = [
     "Attachment",
@@ -62,6 +65,7 @@ class Attachment:
         arena_id: 16 bytes; part of every message about slots.
         clients_dir: where the client keeps its own lock file, named by its client id.
         problem: why the node has no arena, or "" if all is well.
+        speeds: of the sources that this node has read, by the planner's names for them.
     """
 
     node_id: str
@@ -70,6 +74,7 @@ class Attachment:
     arena_id: bytes
     clients_dir: str
     problem: str = ""
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class ReserveRequest:
         num_bytes: of each block.
         timeout_s: how long the manager may wait for room.
         given_up: packed keys of blocks that the client could not store lately.
+        hints: of who stores them.
     """
 
     client_id: int
@@ -100,6 +106,7 @@ class ReserveRequest:
     num_bytes: int
     timeout_s: float
     given_up: bytes = b""
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,7 @@ class ReserveReply:
         offsets: of the slots in the arena file, bytes.
         already: how many of the requested blocks are on the node (or being written) already.
         refused: how many got no room.
+        declined: how many are worth less than what is on the node; the last ones.
         draining: the node is to leave and takes nothing.
     """
 
@@ -124,6 +132,7 @@ class ReserveReply:
     offsets: tuple[int, ...]
     already: int
     refused: int
+    declined: int = 0
     draining: bool = False
 
 
@@ -189,6 +198,8 @@ class LoadRequest:
         num_bytes: of each block.
         runs: holders as the directory named them; indexes count from the first of `keys`.
         timeout_s: remaining seconds.
+        grace_s, pace_s: the load ends as soon as more than `grace_s`, and `pace_s` for each block that came, have
+            passed: the client computes the rest sooner. Infinite: it does not.
     """
 
     namespace: Namespace
@@ -199,6 +210,8 @@ class LoadRequest:
     num_bytes: int
     runs: tuple[Run, ...]
     timeout_s: float
+    grace_s: float = float("inf")
+    pace_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)

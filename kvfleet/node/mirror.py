@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvfleet.config import MIB, DriveConfig
 from kvfleet.core.block import BlockKey
 from kvfleet.errors import ConfigError
 from kvfleet.node.nvme import Stored
 from kvfleet.node.records import RecordTable
+from kvfleet.node.threads import TimedThreads
 
 __all__ = ["Mirror", "num_drive_records"]
 
@@ -21,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _BYTES_PER_RECORD = MIB
 _RECORDS_MIN, _RECORDS_MAX = 4096, 4_000_000
+_MEASURING_TIMEOUT_S = 2.0  # for all drives: a manager starts without what a hung one would say
 
 
 def num_drive_records(drives: Sequence[DriveConfig]) -> int:
@@ -28,21 +32,23 @@ def num_drive_records(drives: Sequence[DriveConfig]) -> int:
 
     Where blocks are smaller than that, drives can hold more than clients see without the directory.
 
-    Blocking: asks the filesystem of each drive that has no `max_bytes` for its size.
+    Blocking: asks the filesystem of each drive that has no `max_bytes` for its size; for 2 s at most.
     """
     if not drives:
         return 0
-    wanted = sum(map(_drive_bytes, drives)) // _BYTES_PER_RECORD
+    deadline = time.monotonic() + _MEASURING_TIMEOUT_S
+    threads = TimedThreads(len(drives), "kvfleet-drive-size")
+    wanted = sum(_drive_bytes(drive, threads, deadline) for drive in drives) // _BYTES_PER_RECORD
     return min(max(wanted, _RECORDS_MIN), _RECORDS_MAX)
 
 
-def _drive_bytes(drive: DriveConfig) -> int:
+def _drive_bytes(drive: DriveConfig, threads: TimedThreads, deadline: float) -> int:
     if drive.max_bytes is not None:
         return drive.max_bytes
     try:
-        found = os.statvfs(drive.path())
-    except (OSError, ConfigError) as error:
-        _log.info("size of a drive not known: %s", error)
+        found = threads.run(partial(os.statvfs, drive.path()), deadline - time.monotonic())
+    except (OSError, ConfigError) as error:  # a TimeoutError is an OSError
+        _log.warning("size of a drive not known: %s: %s", drive.directory, error or "no answer")
         return 0
     return found.f_blocks * found.f_frsize
 

@@ -77,5 +77,10 @@ class Namespaces:
             (self._directory / f"{index:05d}.json").unlink()
             del self._indexes[self._by_index.pop(index).namespace_id]
 
+    def known(self, namespace_id: bytes) -> Namespace | None:
+        """What is known of a namespace that this node holds blocks of, or has held."""
+        index = self._indexes.get(namespace_id)
+        return None if index is None else self._by_index[index]
+
     def __getitem__(self, index: int) -> Namespace:
         return self._by_index[index]

@@ -14,7 +14,7 @@ from kvfleet.config import MIB, FleetConfig
 from kvfleet.metrics import Meter, Sink, node_values
 from kvfleet.node.admission import Admitter
 from kvfleet.node.arenadir import CLIENTS_DIR, NodeFile
-from kvfleet.node.directorylink import DirectoryLink
+from kvfleet.node.directorylink import DeltaReply, DirectoryLink
 from kvfleet.node.draining import Drained, is_marked, mark
 from kvfleet.node.dram import DramTier
 from kvfleet.node.holds import Holds
@@ -23,6 +23,7 @@ from kvfleet.node.lowertiers import LowerTiers
 from kvfleet.node.nvme import NvmeTier
 from kvfleet.node.peers import Peers
 from kvfleet.node.publishing import Publisher
+from kvfleet.node.recording import Recording
 from kvfleet.node.serving import Server
 from kvfleet.node.shared import SharedTier
 from kvfleet.node.startup import NodeHome, NodePlace, remove_home
@@ -30,13 +31,15 @@ from kvfleet.node.status import NodeStatus
 from kvfleet.node.storeroom import StoreRoom
 from kvfleet.node.tallybook import TallyBook
 from kvfleet.node.transport import Transport
-from kvfleet.node.waiting import now
+from kvfleet.node.waiting import now, within
 from kvfleet.node.windows import ByteBudget
 from kvfleet.node.writers import Writers
 
 __all__ = ["Node"]
 
 _log = logging.getLogger(__name__)
+_FINISH_TIMEOUT_S = 8.0  # whoever stops a fleet kills its managers after 10 s
+_WORKS_TIMEOUT_S = 2.0  # of these, so that there is time to close the drives
 
 
 class Node:
@@ -52,9 +55,11 @@ class Node:
         half = max(MIB, int(place.object_store_bytes * config.object_store_fraction) // 2)
         self._threads = ThreadPoolExecutor(2 + config.load_inflight_max, "kvfleet")
         self.lower = lower = LowerTiers(config)
-        self.dram = DramTier(home.arena, home.directory / "namespaces", lower=lower.gates, now=now)
+        self.dram = DramTier(
+            home.arena, home.directory / "namespaces", lower=lower.gates, now=now, policy=config.policy
+        )
         self.publisher = Publisher(
-            home.node_id, home.epoch, link, config, holdings=self.dram.holdings, on_reply=lower.hear
+            home.node_id, home.epoch, link, config, holdings=self.dram.holdings, on_reply=self._hear
         )
         lower.join(self.dram, self.publisher, link, home)
         if lower.endpoint is not None:
@@ -77,6 +82,7 @@ class Node:
         self.server = Server(self.dram, self._admitter, ByteBudget(half), store, config, drive_reads)
         self.writers = Writers(self.dram, self._admitter, lower.wake, self.publisher)
         self.holds = Holds(self.dram, self._admitter)
+        self.recording = Recording(home.directory)
         self.tallies = TallyBook(home.directory / CLIENTS_DIR, home.directory / "departed")
         self.draining = is_marked(home.directory)
         if self.draining:
@@ -87,6 +93,11 @@ class Node:
         works = [self.publisher.run, self.peers.run, self._tend, self._populate, *lower.works()]
         self._tasks = [asyncio.create_task(self._supervise(work)) for work in works]
         self._last_tasks = [asyncio.create_task(self._supervise(work)) for work in lower.last_works()]
+
+    def _hear(self, reply: DeltaReply) -> None:
+        """The directory has answered."""
+        self.lower.hear(reply)
+        self.writers.hear_retired(reply.retired)
 
     @property
     def nvme(self) -> NvmeTier | None:
@@ -117,6 +128,7 @@ class Node:
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
             NodeFile.touch(self.home.directory)
+            self.recording.tend(now())
             self.holds.tend(self.home.directory / CLIENTS_DIR)
             self.writers.tend(self.home.directory / CLIENTS_DIR, self.tallies.depart)
             self._meter.tell(node_values(self.figures()))
@@ -129,7 +141,7 @@ class Node:
     @property
     def num_unsaved(self) -> int:
         """See `TierManager.num_unsaved`."""
-        return self.dram.placement.unsaved(*self.lower.gates)[0] if self.lower.gates else 0
+        return self.saver.num_waiting
 
     async def drain(self, timeout_s: float, bytes_max: int | None) -> Drained:
         """See `TierManager.drain`."""
@@ -183,11 +195,21 @@ class Node:
         return (*sorted(self.peers.holders.avoided), *shared)
 
     async def shutdown(self) -> None:
-        """See `TierManager.shutdown`."""
+        """See `TierManager.shutdown`. The arena goes in time, whatever hangs or takes long: who asks for it waits."""
+        finished = True
+        try:
+            await within(_FINISH_TIMEOUT_S, self._finish())
+        except asyncio.TimeoutError:
+            _log.warning("not all work of this node has ended in time")
+            finished = False
+        remove_home(self.home, unmap=finished)
+
+    async def _finish(self) -> None:
+        """End all work, and close the tiers."""
         self._stop_populating.set()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.wait(self._tasks, timeout=_WORKS_TIMEOUT_S)  # one may be reading a long listing
         if self.loader.shared_reads is not None:
             await self.loader.shared_reads.end()
         await self._admitter.settle()
@@ -197,4 +219,3 @@ class Node:
         await asyncio.gather(*self._last_tasks, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown)
         await self.lower.close()
-        remove_home(self.home)

@@ -50,12 +50,7 @@ class NvmeTier:
     """
 
     def __init__(self, drives: Sequence[DriveConfig], config: FleetConfig) -> None:
-        """Open nothing yet.
-
-        Args:
-            drives: each in a directory of its own.
-            config: for the limits and the codec.
-        """
+        """Open nothing yet. The `drives` are in directories of their own; `config` is for the limits and the codec."""
         self.on_change: Callable[[Stored, bool], None] = _untold
         self.opened = asyncio.Event()
         self._queue_bytes_max = config.nvme_queue_bytes_max
@@ -65,19 +60,22 @@ class NvmeTier:
         self._writing: dict[bytes, asyncio.Future[bool]] = {}
         self._runs: list[asyncio.Task[None]] = []
         self._ended = False
+        self._closed = False
 
     # Life
 
     async def run(self) -> None:
-        """Keep the drives open as far as they work. Runs until cancelled."""
+        """Keep the drives open as far as they work. Runs until cancelled, or closed: nothing is opened after that."""
         if self._runs:
             await asyncio.wait(self._runs)  # of an earlier call
+        if self._closed:
+            return
         self._ended = False
         runs = self._runs = [asyncio.create_task(bay.run()) for bay in self._bays]
         runs += [asyncio.create_task(self._judge()), asyncio.create_task(self._opening())]
         try:
             done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_EXCEPTION)
-            for run in done:
+            for run in sorted(done, key=lambda run: run.cancelled()):  # a bug before that others were ended
                 run.result()
         finally:
             self._end()
@@ -114,6 +112,7 @@ class NvmeTier:
         Nobody is told of what cannot be read any more: the node ends.
         """
         self.on_change = _untold
+        self._closed = True
         self._end()
         if self._runs:
             await asyncio.wait(self._runs, timeout=_CLOSE_TIMEOUT_S)
@@ -142,6 +141,15 @@ class NvmeTier:
         """What is known of a record, if it can be read."""
         found = self._find(key, shard)
         return None if found is None else stored_of(found[1])
+
+    def last_uses(self) -> dict[bytes, float]:
+        """When each record was used last, in seconds before the newest use of its drive."""
+        return {r: s for bay in self._bays if bay.at_work is not None for r, s in bay.at_work.last_uses().items()}
+
+    def where(self, key: BlockKey, shard: int) -> str:
+        """The directory of the drive that has a record, as it was configured; "" if none has it."""
+        bay = self._told.get(record_id(key, shard))
+        return "" if bay is None else bay.config.directory
 
     def records(self) -> Iterable[bytes]:
         """The ids of all records that can be read, 18 bytes each."""
@@ -193,9 +201,10 @@ class NvmeTier:
 
     # Writing
 
-    def admits(self, num_bytes: int, uses: int) -> bool:
-        """Whether a drive would take a block now that was used again so often since it came."""
-        return any(takes(load, num_bytes, uses, self._queue_bytes_max) for load in self._loads().values())
+    def admits(self, num_bytes: int, uses: int, expected_uses: float | None = None) -> bool:
+        """Whether a drive would take a block now; see `Gate`."""
+        most = self._queue_bytes_max
+        return any(takes(load, num_bytes, uses, most, expected_uses=expected_uses) for load in self._loads().values())
 
     def _loads(self) -> dict[DriveAtWork, Load]:
         loads = ((bay.at_work, bay.at_work.load()) for bay in self._bays if bay.at_work is not None)

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from typing_extensions import override
 
 from kvfleet.errors import ConfigError, TierFullError, TierUnavailableError
 from kvfleet.node import s3
+from kvfleet.node.child import Child, child_of
 from kvfleet.node.threads import TimedThreads
 
 __all__ = ["Child", "ObjectStore"]
@@ -33,15 +33,6 @@ _PARTIAL = ".partial"
 _PARTIAL_AGE_MAX_S = 3600.0
 _SECRET = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, FutureTimeoutError)
-
-
-@dataclass(frozen=True, slots=True)
-class Child:
-    """An entry of a directory: its last name, whether it is a directory, and its size in bytes."""
-
-    name: str
-    is_directory: bool
-    num_bytes: int
 
 
 class ObjectStore:
@@ -99,6 +90,11 @@ class ObjectStore:
         if self._is_s3 and fs is not None:
             with suppress(*_TIMEOUTS):
                 s3.close(fs, self._timeout_s)
+
+    @property
+    def leaves_partials(self) -> bool:
+        """Whether a writer that dies may leave a half-written file, which only a listing finds."""
+        return self._rename is not None
 
     @override
     def __reduce__(self) -> str:
@@ -220,7 +216,7 @@ class ObjectStore:
             if self._rename is not None and name.endswith(_PARTIAL):
                 self._sweep(info)
             else:
-                children.append(Child(name, info["type"] == "directory", info["size"] or 0))
+                children.append(child_of(name, info))
         return sorted(children, key=lambda child: child.name)
 
     def _sweep(self, info: Mapping[str, Any]) -> None:

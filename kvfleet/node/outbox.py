@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 from kvfleet.core.inventory import split_records
 from kvfleet.core.objectrows import rows_of
 
-__all__ = ["USE_S", "Outbox", "Uses"]
+__all__ = ["USE_S", "Outbox", "Remarks", "Uses"]
 
 USE_S = 3600.0  # at most so often a use of a record is told
 _RECORDS_MAX = 100_000
@@ -30,6 +31,27 @@ class Uses:
         if len(self._told) > _RECORDS_MAX:
             del self._told[next(iter(self._told))]
         return True
+
+
+class Remarks:
+    """Records of which something is to be said. Hints, kept for a directory that is away: of too many, more are not."""
+
+    def __init__(self, records_max: int) -> None:
+        self._records_max = records_max
+        self._waiting: dict[bytes, None] = {}
+
+    def add(self, records: Iterable[bytes]) -> None:
+        """Say it of these."""
+        for record in records:
+            if len(self._waiting) < self._records_max:
+                self._waiting[record] = None
+
+    def take(self, limit: int) -> bytes:
+        """At most so many of them, packed, for the next delta."""
+        taken = list(islice(self._waiting, limit))
+        for record in taken:
+            del self._waiting[record]
+        return b"".join(taken)
 
 
 class Outbox:

@@ -18,7 +18,7 @@ from kvfleet.core.directory import Applied, Delta, Digest, InventoryPage, NodeId
 from kvfleet.core.objectrows import SharedObject
 from kvfleet.errors import DirectoryUnavailableError, KvFleetError, StaleEpochError
 from kvfleet.node.directorylink import CALL_TIMEOUT_S, DeltaReply, DirectoryLink
-from kvfleet.node.outbox import Outbox, Uses
+from kvfleet.node.outbox import Outbox, Remarks, Uses
 from kvfleet.node.waiting import now, within
 
 __all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publisher"]
@@ -28,7 +28,7 @@ _RETRY_S = 0.5
 _BUSY_S = 0.1
 _BUSY_TRIES = 100
 _SHARED_MAX = 1_000_000
-_REFUSED_MAX = 10_000  # kept for a directory that is away; hints, so more are not
+_REMARKS_MAX = 10_000  # of each kind
 
 
 class Holdings(Protocol):
@@ -78,15 +78,13 @@ class Publisher:
         self.may_keep: Callable[[], bool] = lambda: True
         self._seq = 0
         self._shared: dict[bytes, bool] = {}
-        self._lost: dict[bytes, None] = {}  # of those that are not there
-        self._dropped: dict[bytes, None] = {}  # likewise
-        self._refused: dict[bytes, None] = {}
+        self._dropped: dict[bytes, None] = {}  # of those that are not there
+        self._lost, self._refused, self._unclaimed, self._retired = (Remarks(_REMARKS_MAX) for _ in range(4))
         self._outbox = Outbox()
         self._uses = Uses()
         self._unacked: Delta | None = None
         self._known = False
-        self._wake = asyncio.Event()
-        self._urgent = asyncio.Event()  # somebody waits for the directory
+        self._wake, self._urgent = asyncio.Event(), asyncio.Event()  # urgent: somebody waits for the directory
         self._waiters: list[asyncio.Future[None]] = []
         self.directory_life = 0  # of the directory that answered last
         self.resyncs = 0
@@ -107,13 +105,16 @@ class Publisher:
     def lost(self, record: bytes) -> None:
         """The shared tier should have had a good copy of a record, and has none: who holds it is to save it again."""
         self.shared(record, present=False)
-        if len(self._lost) < _REFUSED_MAX:
-            self._lost[record] = None
+        self._lost.add([record])
 
-    def is_untold(self, record: bytes) -> bool:
-        """Whether the directory may not have heard yet that the shared tier has lost a record."""
-        unacked = b"" if self._unacked is None else self._unacked.shared_removed
-        return self._shared.get(record) is False or record in split_records(unacked)
+    def untold(self, records: set[bytes]) -> set[bytes]:
+        """Those of which the directory may not have heard yet that the shared tier has lost them."""
+        flying = records.intersection(split_records(b"" if self._unacked is None else self._unacked.shared_removed))
+        return flying | {record for record in records if self._shared.get(record) is False}
+
+    def unclaimed(self, record: bytes) -> None:
+        """This node does not write a record to the shared tier for now, as it had said. Told with the next changes."""
+        self._unclaimed.add([record])
 
     def dropped(self, record: bytes) -> None:
         """The copy of a record in the shared tier is going to be deleted, as there are too many."""
@@ -143,9 +144,12 @@ class Publisher:
 
     def refused(self, records: Iterable[bytes]) -> None:
         """Clients wanted to store these and could not. The directory is told with the next changes, or never."""
-        for record in records:
-            if len(self._refused) < _REFUSED_MAX:
-                self._refused[record] = None
+        self._refused.add(records)
+
+    def retired(self, records: Iterable[bytes]) -> None:
+        """These will not be used again, as a session has ended. The holders are told by the directory, or never."""
+        self._retired.add(records)
+        self._wake.set()
 
     def _note_shared(self, record: bytes, *, present: bool) -> None:
         if record in self._shared or len(self._shared) < _SHARED_MAX:
@@ -237,14 +241,8 @@ class Publisher:
         shared = dict(islice(self._shared.items(), limit))
         for record in shared:
             del self._shared[record]
-        refused = list(islice(self._refused, limit))
-        for record in refused:
-            del self._refused[record]
         gone = [record for record, here in shared.items() if not here]
         dropped = [record for record in gone if self._dropped.pop(record, ()) is None]
-        lost = list(islice(self._lost, limit))
-        for record in lost:
-            del self._lost[record]
         self._seq += 1
         return Delta(
             node=self.node, epoch=self._epoch, seq=self._seq,
@@ -253,10 +251,12 @@ class Publisher:
             shared_added=b"".join(r for r, here in shared.items() if here),
             shared_removed=b"".join(gone),
             digest=self._holdings.digest() if not self._holdings.num_changes else None,
-            not_admitted=b"".join(refused),
+            not_admitted=self._refused.take(limit),
             objects=self._outbox.take(0 if self._shared else limit),  # what is deleted was known to be there before
-            shared_lost=b"".join(lost),
+            shared_lost=self._lost.take(limit),
             shared_dropped=b"".join(dropped),
+            unclaimed=self._unclaimed.take(limit),
+            retired=self._retired.take(limit),
             may_keep=self.may_keep(),
         )  # fmt: skip
 
@@ -292,7 +292,7 @@ class Publisher:
             for record in split_records(packed):
                 self._shared.setdefault(record, present)
         self._dropped |= dict.fromkeys(split_records(delta.shared_dropped))
-        self._lost |= dict.fromkeys(split_records(delta.shared_lost))
+        self._lost.add(split_records(delta.shared_lost))
 
 
 def _wall_ms() -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable
 
 from kvfleet.errors import DeadlineExceededError
 from kvfleet.node.dram import Granted
@@ -25,13 +25,13 @@ _Read = asyncio.Task[Miss | None]
 
 
 class ReadAhead:
-    """Reads of one tier for all loads of a node, at most `inflight_max` at once.
+    """Reads of one tier for all loads of a node, at most `inflight_max` at once from each medium of it.
 
     Threads: the manager's event loop.
 
     Args:
         source: the tier.
-        inflight_max: reads at once, of one load and of all.
+        inflight_max: reads at once, of one load, and of all from one medium.
         patience_s: how long a load waits for its next block, where reads have no end of their own; or None.
     """
 
@@ -39,15 +39,19 @@ class ReadAhead:
         self._source = source
         self._inflight_max = inflight_max
         self._wait_s = patience_s
-        self._overdue: set[_Read] = set()
+        self._overdue: dict[_Read, Hashable] = {}  # with their mediums
         self._queued: set[_Read] = set()  # not begun: they wait for a place
-        self._places = asyncio.Semaphore(inflight_max)
+        self._reading: dict[_Read, Hashable] = {}  # begun
+        self._places: dict[Hashable, asyncio.Semaphore] = {}  # as many as a node has mediums
         self._adopted: set[asyncio.Task[None]] = set()
 
-    @property
-    def stuck(self) -> bool:
-        """Whether so many reads do not end that there is no place for another."""
-        return len(self._overdue) >= self._inflight_max
+    def _medium(self, slots: BlockSlots, index: int) -> Hashable:
+        """What a block is read from, where a tier has several: one that hangs does not keep the others waiting."""
+        return None
+
+    def _stuck(self, medium: Hashable) -> bool:
+        """Whether so many reads of a medium do not end that there is no place for another."""
+        return bool(self._overdue) and Counter(self._overdue.values())[medium] >= self._inflight_max
 
     async def read(self, slots: BlockSlots, first: int, stop: int, fill: Fill) -> AsyncGenerator[Outcome, None]:
         """Read blocks [first, stop) of a load into the arena.
@@ -107,9 +111,9 @@ class ReadAhead:
 
     def _give_up(self, reads: Iterable[_Read]) -> None:
         for read in reads:
-            if read not in self._queued:
-                self._overdue.add(read)
-                read.add_done_callback(self._overdue.discard)
+            if read in self._reading:
+                self._overdue[read] = self._reading[read]
+                read.add_done_callback(self._overdue.pop)
 
     def _adopt(self, slots: BlockSlots, index: int, read: _Read) -> None:
         """Let a read end without its load."""
@@ -129,16 +133,19 @@ class ReadAhead:
             await asyncio.wait(self._adopted, timeout=self._wait_s)
 
     async def _read(self, slots: BlockSlots, index: int, granted: Granted, fill: Fill) -> Miss | None:
-        got: int | Miss = Miss.UNREACHABLE
+        got: int | Miss = Miss.STORAGE_FAILED
         this: _Read | None = asyncio.current_task()
         assert this is not None, "each read is a task"
+        medium = self._medium(slots, index)
         self._queued.add(this)
         try:
-            async with self._places:
+            async with self._places.setdefault(medium, asyncio.Semaphore(self._inflight_max)):
                 self._queued.discard(this)
+                self._reading[this] = medium
                 got = await fill(index, slots.view(granted))
         finally:
             self._queued.discard(this)
+            self._reading.pop(this, None)
             if isinstance(got, Miss):
                 slots.abort(granted)
         if isinstance(got, Miss):

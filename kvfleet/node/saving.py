@@ -20,25 +20,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 from kvfleet.config import MIB, FleetConfig
-from kvfleet.core.block import KEY_BYTES, BlockKey
-from kvfleet.core.breaker import Breaker
-from kvfleet.core.directory import split_records
-from kvfleet.core.placement import Transfer
+from kvfleet.core.inventory import parts_of
+from kvfleet.core.placement import LowerTier, Transfer
 from kvfleet.core.postponed import Postponed
-from kvfleet.errors import KvFleetError
+from kvfleet.node.claiming import Claimer
 from kvfleet.node.draining import Drained, SaveBudget
 from kvfleet.node.dram import DramTier, record_id
+from kvfleet.node.drivedraining import DriveDrain
 from kvfleet.node.endpoint import SharedEndpoint, Way
+from kvfleet.node.nvme import NvmeTier
 from kvfleet.node.publishing import CALL_TIMEOUT_S, DirectoryLink, Publisher
-from kvfleet.node.sharedwrites import End, SharedWrites
+from kvfleet.node.sharedwrites import End, Patience, SharedWrites
 from kvfleet.node.waiting import now, within
 
 __all__ = ["Saver"]
 
 _log = logging.getLogger(__name__)
-_BATCH_BYTES = 256 * MIB
-_BATCH_PART = 8
-_CLAIM_PAUSES_S = (1.0, 10.0)  # of a directory that does not answer
+_BATCH_BYTES, _BATCH_PART = 256 * MIB, 8
 
 
 class Saver:
@@ -63,18 +61,18 @@ class Saver:
         self._dram = dram
         self._endpoint = endpoint
         self._publisher = publisher
-        self._link = link
         # What is in transfer cannot be evicted: only a part of the arena is at a time.
         self._batch_bytes = min(_BATCH_BYTES, dram.arena.capacity_bytes // _BATCH_PART)
         self._moved = asyncio.Event()
         self._wake = asyncio.Event()
         self._heartbeat_s = config.heartbeat_s
         self._hurry_s = config.lookup_timeout_s
-        self._claims = Breaker(*_CLAIM_PAUSES_S)
+        self._claimer = Claimer(link, publisher)
         self._postponed = Postponed()
         self._saves: dict[asyncio.Task[None], int] = {}  # bytes of each
         self._retry_from = 0.0  # what began before and failed is tried once more at once
         self.on_moved: Callable[[], None] = lambda: None
+        self._drives: DriveDrain | None = None
         self.writes = SharedWrites(dram, endpoint, publisher, config.save_inflight_max, executor)
         if endpoint is not None:
             endpoint.on_well = self._again
@@ -89,25 +87,21 @@ class Saver:
         if way == "write":
             self._retry_all()
 
-    def _retry_all(self) -> None:
+    def _retry_all(self, *, every: bool = False) -> None:
         self._retry_from = now()
         self._postponed.clear()
-        self._dram.placement.requeue("shared")
+        self._dram.placement.requeue("shared", every=every)
         self.wake()
 
     def _save_anew(self, record: bytes) -> None:
         """The copy of a record is gone or bad: if the block is here, it is written again."""
         self._postponed.done(record)
-        self._requeue(record)
+        self._dram.placement.lost(*parts_of(record), "shared", again=True)
         self.wake()
 
     def dropped(self, record: bytes) -> None:
         """The copy of a record was deleted, as there were too many: it is written again when the block must go."""
-        self._requeue(record, again=False)
-
-    def _requeue(self, record: bytes, *, again: bool = True) -> None:
-        key, shard = BlockKey(record[:KEY_BYTES]), int.from_bytes(record[KEY_BYTES:], "little")
-        self._dram.placement.lost(key, shard, "shared", again=again)
+        self._dram.placement.lost(*parts_of(record), "shared", again=False)
 
     async def run(self) -> None:
         """Save what is not saved yet, oldest first. Runs until cancelled."""
@@ -115,11 +109,10 @@ class Saver:
             return
         try:
             while True:
-                transfers = self._next(self._endpoint)
-                if transfers:
+                if transfers := self._next(self._endpoint):
                     await self._begin(self._endpoint, transfers)
                     continue
-                # Blocks that loads brought say nothing: look for them now and then.
+                # Blocks that readers use again say nothing: look for them now and then.
                 with contextlib.suppress(asyncio.TimeoutError):
                     await within(self._heartbeat_s, self._wake.wait())
                 self._wake.clear()
@@ -131,7 +124,7 @@ class Saver:
     def _next(self, endpoint: SharedEndpoint) -> list[Transfer]:
         """Transfers to begin now: none while half of what may be under way is."""
         for record in self._postponed.take_due(now()):
-            self._requeue(record)
+            self._dram.placement.lost(*parts_of(record), "shared", again=True)
             self._moved.set()  # unless it is gone meanwhile
         room_bytes = self._batch_bytes - sum(self._saves.values())
         if self.writes.paused or not endpoint.allows("write") or room_bytes < self._batch_bytes // 2:
@@ -160,18 +153,18 @@ class Saver:
         """
         records = [record_id(transfer.key, transfer.shard) for transfer in transfers]
         try:
-            saved, taken = await self._claim(records, timeout_s)
+            claimed = await self._claimer.claim(records, timeout_s)
         except BaseException:
             for transfer in transfers:
                 self._complete(transfer, ok=False)
             raise
         left = []
         for record, transfer in zip(records, transfers, strict=True):
-            if record in saved and not self._publisher.is_untold(record):
+            if record in claimed.saved:
                 endpoint.counts["known"] += 1
                 self._postponed.done(record)
                 self._complete(transfer, ok=True)
-            elif record in taken and transfer.kind == "save":
+            elif record in claimed.taken and transfer.kind == "save":
                 endpoint.counts["elsewhere"] += 1
                 self._postponed.elsewhere(record, now())
                 self._complete(transfer, ok=False, again=False)
@@ -184,18 +177,6 @@ class Saver:
         self.wake()
         if not save.cancelled() and (error := save.exception()) is not None:
             _log.error("a save failed unexpectedly", exc_info=error)
-
-    async def _claim(self, records: Sequence[bytes], timeout_s: float) -> tuple[set[bytes], set[bytes]]:
-        """Records that are saved already, by another node or an earlier life of this one, and those others write."""
-        if not self._claims.allows(now()):
-            return set(), set()
-        try:
-            claimed = await self._link.claim(self._publisher.node, b"".join(records), timeout_s)
-        except KvFleetError:
-            self._claims.failed(now())
-            return set(), set()
-        self._claims.worked()
-        return set(split_records(claimed.saved)), set(split_records(claimed.taken))
 
     async def move(self, transfers: Sequence[Transfer]) -> None:
         """Carry transfers out, and complete each as it ends."""
@@ -210,6 +191,8 @@ class Saver:
         try:
             end = await self.writes.write(transfer)
         finally:
+            if end != "saved":
+                self._claimer.give_back(record)
             if end == "failed" and begun > self._retry_from:
                 self._postponed.failed(record, now())
                 self._complete(transfer, ok=False, again=False)
@@ -223,26 +206,43 @@ class Saver:
         self._moved.set()
         self.on_moved()
 
+    def drain_drives(self, nvme: NvmeTier, num_at_once: int) -> None:
+        """Have the node's drives drained with it."""
+        self._drives = DriveDrain(self._dram, nvme, self.writes, self._claimer, num_at_once)
+
     async def settle(self) -> None:
         """Wait for the writes that nobody waits for."""
         await self.writes.settle()
+        if self._drives is not None:
+            await self._drives.end()
 
     async def flush(self, timeout_s: float) -> None:
         """Save what is unsaved and tell the directory, for at most `timeout_s`.
 
-        What cannot be written while the rest can holds it up for three tries, some seconds.
+        What cannot be written while the rest can holds it up for three tries, some seconds. A tier that takes nothing
+        is given the time that one needs to be found well again: waiting longer for it is in vain.
         """
         if self._endpoint is None:
             return
         deadline = now() + timeout_s
-        self._retry_all()
-        await self._until(lambda: self.writes.paused or self._done, deadline)
+        self._retry_all(every=True)
+        patience = Patience(self._endpoint.recovers_s, now())
+        ended = False
+        while not ended and now() < deadline:
+            await self._until(lambda: self.writes.paused or self._done, min(deadline, now() + self._heartbeat_s))
+            ended = self.writes.paused or self._done or patience.ended(self.writes, self._endpoint, now())
         await self._publisher.flush(max(0.0, deadline - now()))
 
     @property
     def num_unsaved(self) -> int:
-        """Records that wait for their copy in the shared tier, or are being copied."""
-        return self._dram.placement.num_unsaved("shared") + self._postponed.num_waiting
+        """Records that wait for their copy in the shared tier, or are being copied; without one, on the drives."""
+        tier: LowerTier = "nvme" if self._endpoint is None else "shared"
+        return self._dram.placement.num_unsaved(tier) + self._postponed.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Records that have no copy in any tier below, and are to have one. Looks at all records."""
+        return self._dram.placement.num_waiting(map(parts_of, self._postponed.waiting))
 
     @property
     def _done(self) -> bool:
@@ -263,7 +263,7 @@ class Saver:
         if self.writes.budget is None:
             return Drained(0, 0, *placement.unsaved("shared"))  # the node is to go on after all
         if self._endpoint is not None:
-            self._retry_all()
+            self._retry_all(every=True)
             self._dram.rank_saves("shared")
         blocks, num_bytes = self.writes.blocks, self.writes.num_bytes
         budget = self.writes.budget = SaveBudget(bytes_max, deadline)
@@ -271,19 +271,26 @@ class Saver:
         await self._until(
             lambda: self._done or (self.writes.paused and not placement.num_in_transfer("shared")), deadline
         )
+        on_drives = (0, 0) if self._drives is None else await self._drives.run(budget, deadline)
         budget.close()
         await self._publisher.flush(max(0.0, deadline - now()))
-        writes = self.writes
-        return Drained(writes.blocks - blocks, writes.num_bytes - num_bytes, *placement.unsaved("shared"))
+        left = [sum(pair) for pair in zip(placement.unsaved("shared"), on_drives, strict=True)]
+        return Drained(self.writes.blocks - blocks, self.writes.num_bytes - num_bytes, *left)
 
     def pause(self) -> None:
         """Save nothing until `resume`."""
-        self.writes.budget = SaveBudget(0, now())
+        self._go_on(SaveBudget(0, now()))
 
     def resume(self) -> None:
         """Save as if there had been no `drain` or `pause`."""
-        self.writes.budget = None
+        self._go_on(None)
         self.wake()
+
+    def _go_on(self, budget: SaveBudget | None) -> None:
+        """With another budget; whoever is at work by the last one ends."""
+        if self.writes.budget is not None:
+            self.writes.budget.close()
+        self.writes.budget = budget
 
     async def _until(self, done: Callable[[], bool], deadline: float) -> None:
         """Wait for something that only the end of a transfer can bring about, or for the deadline."""

@@ -208,12 +208,15 @@ class SharedTier:
             TierUnavailableError: the listing cannot go on; the pages before are right.
         """
         for page in self.list_objects(records_max, namespaces):
-            yield b"".join(thing.record for thing in page)
+            yield b"".join(thing.record for thing, _ in page)
 
     def list_objects(
         self, objects_max: int, namespaces: Iterable[bytes] | None = None
-    ) -> Iterator[Sequence[SharedObject]]:
-        """The same, with what names and sizes tell: not where in its prefix a block is."""
+    ) -> Iterator[Sequence[tuple[SharedObject, int]]]:
+        """The same, with what names and sizes tell: not where in its prefix a block is.
+
+        With each comes when it was written, in ms since 1970; 0 if that is not known.
+        """
         ids = self._namespaces() if namespaces is None else [namespace.hex() for namespace in namespaces]
         left = objects_max
         with ThreadPoolExecutor(_LISTING_CALLS, "kvfleet-listing") as pool:
@@ -228,15 +231,17 @@ class SharedTier:
             if child.is_directory and _NAMESPACE.fullmatch(child.name):
                 yield child.name
 
-    def _pages(self, namespaces: Iterable[str], pool: ThreadPoolExecutor) -> Iterator[Sequence[SharedObject]]:
+    def _pages(
+        self, namespaces: Iterable[str], pool: ThreadPoolExecutor
+    ) -> Iterator[Sequence[tuple[SharedObject, int]]]:
         for namespace in namespaces:
             there = {child.name for child in self._objects.children(namespace)}
             folders = [f"{namespace}/{name}" for name in _FOLDERS if name in there]
             for first in range(0, len(folders), _LISTING_CALLS):
                 batch = folders[first : first + _LISTING_CALLS]
                 for folder, children in zip(batch, pool.map(self._objects.children, batch), strict=True):
-                    found = (_object(bytes.fromhex(namespace), child, folder[-2:]) for child in children)
-                    page = [thing for thing in found if thing is not None]
+                    found = ((_object(bytes.fromhex(namespace), child, folder[-2:]), child) for child in children)
+                    page = [(thing, child.modified_ms) for thing, child in found if thing is not None]
                     if page:
                         yield page
 

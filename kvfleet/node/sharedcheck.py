@@ -1,10 +1,12 @@
-"""Compares a sample of what the shared tier has with what the directory and this node say it has."""
+"""Compares what the shared tier has with what the directory and this node say it has, as far as there is time."""
 
 from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_shared"]
 
-_SAMPLE = 16
+_LISTED_MAX = 16  # objects that the directory is asked for
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _OBJECT = re.compile(r"([0-9a-f]{32})\.([0-9]+)-of-([0-9]+)\.arrow")
 _NAME = "shared tier"
@@ -47,16 +49,23 @@ class _Sample:
     """What came of reading some objects."""
 
     sound: int = 0
+    foreign: int = 0
     absent: list[_Object] = field(default_factory=list)
     damaged: list[_Object] = field(default_factory=list)
 
+    @property
+    def num_read(self) -> int:
+        """Objects that were asked for."""
+        return self.sound + self.foreign + len(self.absent) + len(self.damaged)
 
-async def check_shared(node: Node, link: DirectoryLink, *, repair: bool) -> list[Check]:
-    """Read some objects that this node says are there, and ask the directory for some that are there.
+
+async def check_shared(node: Node, link: DirectoryLink, seconds: float, *, repair: bool) -> list[Check]:
+    """Read the objects that this node says are there, and ask the directory for some that are there.
 
     Args:
         node: whose shared tier it is.
         link: to the directory.
+        seconds: no object is begun after that.
         repair: delete damaged objects, write again what this node has of them, tell the directory.
     """
     config = node.config
@@ -65,7 +74,8 @@ async def check_shared(node: Node, link: DirectoryLink, *, repair: bool) -> list
     try:
         objects = await settle(None, lambda: ObjectStore(config.shared_url or "", config.shared_options, 15.0))
         try:
-            checks = [await _said(node, objects, repair=repair), await _there(node, link, objects, repair=repair)]
+            said = await _said(node, objects, seconds, repair=repair)
+            checks = [said, await _there(node, link, objects, repair=repair)]
         finally:
             await settle(None, objects.close)
     except KvFleetError as error:
@@ -75,16 +85,21 @@ async def check_shared(node: Node, link: DirectoryLink, *, repair: bool) -> list
     return checks
 
 
-async def _said(node: Node, objects: ObjectStore, *, repair: bool) -> Check:
-    """Read a sample of what this node thinks is there."""
+async def _said(node: Node, objects: ObjectStore, seconds: float, *, repair: bool) -> Check:
+    """Read what this node thinks is there, in no order."""
     known = _known(node)
-    chosen = random.sample(known, min(_SAMPLE, len(known)))
-    found = await settle(None, lambda: _read(objects, chosen))
+    random.shuffle(known)
+    found = await settle(None, lambda: _read(objects, known, seconds, node.config.load_inflight_max))
+    if not known:
+        return Check(_NAME, "ok", "no block in this node's memory has a copy there")
+    every = "all" if found.num_read == len(known) else f"{found.num_read:,} of"
+    text = f"{every} {show_count(len(known), 'copy', 'copies')} of blocks in this node's memory read"
     if not found.absent and not found.damaged:
-        return Check(_NAME, "ok", f"{found.sound} of this node's {len(known):,} copies were read, all sound")
-    text = f"of {len(chosen)} copies, taken at random from {len(known):,}, {_tell(found)}"
+        foreign = f"; {found.foreign:,} of another version or codec, not judged" if found.foreign else ""
+        return Check(_NAME, "ok", f"{text}, no damage found{foreign}")
+    text = f"{text}, {_tell(found)}"
     if not repair:
-        return Check(_NAME, "bad", f"{text}; loads mend what they meet, --repair what it samples")
+        return Check(_NAME, "bad", f"{text}; loads mend what they meet, --repair what it reads")
     for one in found.damaged:
         await settle(None, partial(objects.delete, one.path))
     for one in found.absent + found.damaged:
@@ -114,19 +129,29 @@ def _known(node: Node) -> list[_Object]:
     return known
 
 
-def _read(objects: ObjectStore, chosen: Sequence[_Object]) -> _Sample:
-    sample = _Sample()
-    for one in chosen:
+def _read(objects: ObjectStore, known: Sequence[_Object], seconds: float, at_once: int) -> _Sample:
+    """Read objects, several at once, until all are read or the time is up.
+
+    Raises:
+        TierUnavailableError: the storage did not answer.
+    """
+    deadline = time.monotonic() + seconds
+
+    def state(one: _Object) -> str:
+        if time.monotonic() > deadline:
+            return "not read"
         data = objects.get(one.path, BLOCK_BYTES_MAX)
         if data is None:
-            sample.absent.append(one)
-            continue
+            return "absent"
         findings = inspect_bytes(data, one.path)
-        if findings.sound:
-            sample.sound += 1
-        elif not findings.foreign:  # else it may be good, for newer nodes
-            sample.damaged.append(one)
-    return sample
+        return "sound" if findings.sound else "foreign" if findings.foreign else "damaged"
+
+    with ThreadPoolExecutor(at_once, "kvfleet-doctor") as pool:
+        states = list(pool.map(state, known))
+    by_state = {
+        name: [one for one, found in zip(known, states, strict=True) if found == name] for name in ("absent", "damaged")
+    }
+    return _Sample(states.count("sound"), states.count("foreign"), by_state["absent"], by_state["damaged"])
 
 
 async def _there(node: Node, link: DirectoryLink, objects: ObjectStore, *, repair: bool) -> Check:
@@ -137,9 +162,12 @@ async def _there(node: Node, link: DirectoryLink, objects: ObjectStore, *, repai
         located = await link.locate(one.key, one.shard, one.num_shards, node.config.lookup_timeout_s)
         if not located.runs:
             unknown.append(one)
+    if not listed:
+        return Check("directory", "ok", "answers; no object of the shared tier was found to ask it for")
     if not unknown:
-        return Check("directory", "ok", f"knows all of {show_count(len(listed), 'object')} it was asked for")
-    text = f"of {len(listed)} objects {len(unknown)} are not known to it: they are not found by lookups"
+        asked = show_count(len(listed), "object")
+        return Check("directory", "ok", f"knows {asked} of the shared tier, taken at random: all it was asked for")
+    text = f"of {len(listed)} objects, taken at random, {len(unknown)} are not known to it: lookups do not find them"
     if not repair:
         return Check("directory", "note", text)
     for one in unknown:
@@ -157,10 +185,10 @@ def _listed(objects: ObjectStore) -> list[_Object]:
         folders = [child.name for child in objects.children(namespace) if child.is_directory]
         if folders:
             folder = f"{namespace}/{random.choice(folders)}"
-            for child in objects.children(folder)[:_SAMPLE]:
+            for child in objects.children(folder)[:_LISTED_MAX]:
                 found = _OBJECT.fullmatch(child.name)
                 if found is not None and child.num_bytes:
                     key = BlockKey(bytes.fromhex(found[1]))
                     shards = int(found[2]), int(found[3])
                     listed.append(_Object(f"{folder}/{child.name}", key, *shards, child.num_bytes))
-    return listed[:_SAMPLE]
+    return listed[:_LISTED_MAX]

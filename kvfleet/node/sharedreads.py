@@ -54,7 +54,7 @@ class SharedReads(ReadAhead):
         """
         if not self._endpoint.allows("read"):
             self._endpoint.counts["not_asked"] += 1
-            yield Miss.UNREACHABLE
+            yield Miss.STORAGE_FAILED
             return
 
         async def fill(index: int, memory: Bytes) -> int | Miss:
@@ -70,7 +70,7 @@ class SharedReads(ReadAhead):
         endpoint, left_s, begun = self._endpoint, slots.left_s, now()
         if not endpoint.allows("read"):
             endpoint.counts["not_asked"] += 1
-            return Miss.UNREACHABLE
+            return Miss.STORAGE_FAILED
         read = partial(endpoint.shared.read, request.namespace, num_shards, key, request.shard, memory)
         try:
             checksum = await settle(self._executor, lambda: read(timeout_s=left_s))
@@ -88,12 +88,12 @@ class SharedReads(ReadAhead):
         except TierError as error:
             _log.info("%s", error)
             endpoint.failed("read", error, begun)
-            return Miss.UNREACHABLE
+            return Miss.STORAGE_FAILED
         endpoint.worked("read")
         if checksum is None:
             if told:
                 self._lost(record, "absent")
-            return Miss.EVICTED
+            return Miss.OBJECT_LOST if told else Miss.EVICTED
         endpoint.counts["read"] += 1
         self._publisher.used(
             SharedObject(

@@ -15,14 +15,16 @@ from kvfleet.core.placement import Transfer
 from kvfleet.errors import CorruptBlockError, TierError
 from kvfleet.node.draining import SaveBudget
 from kvfleet.node.dram import NS, DramTier, record_id
+from kvfleet.node.drivestored import Stored
 from kvfleet.node.endpoint import SharedEndpoint
 from kvfleet.node.landing import settle
+from kvfleet.node.messages import Bytes, Namespace
 from kvfleet.node.namespaces import layout_of
 from kvfleet.node.publishing import Publisher
 from kvfleet.node.records import Record
 from kvfleet.node.waiting import now, within
 
-__all__ = ["End", "SharedWrites"]
+__all__ = ["End", "Patience", "SharedWrites"]
 
 _log = logging.getLogger(__name__)
 _DEMOTION_TIMEOUT_S = 2.0  # somebody waits for the room
@@ -30,6 +32,26 @@ _DEMOTION_PAUSES_S = (1.0, 30.0)
 
 End = Literal["saved", "failed", "later"]
 """How a transfer ended: the copy is there, or could not be written, or it was not its turn."""
+
+
+class Patience:
+    """How long to wait for writes that do not get through: from the last one that did."""
+
+    def __init__(self, seconds: float, now: float) -> None:
+        self._seconds = seconds
+        self._since = now
+        self._blocks = -1
+        self._failures = 0
+
+    def ended(self, writes: SharedWrites, endpoint: SharedEndpoint, now: float) -> bool:
+        """Whether nothing was written for too long, though it was tried, or could not even be."""
+        if writes.blocks != self._blocks:
+            self._since, self._blocks, self._failures = now, writes.blocks, writes.failures
+        in_vain = writes.failures > self._failures or not endpoint.allows("write")
+        ended = in_vain and now - self._since > self._seconds
+        if ended:
+            _log.warning("the shared tier has taken nothing for %.0f s: %s", now - self._since, endpoint.problem)
+        return ended
 
 
 class SharedWrites:
@@ -114,18 +136,48 @@ class SharedWrites:
         return end
 
     async def _write(self, endpoint: SharedEndpoint, transfer: Transfer, record: Record) -> End:
-        namespace, begun = self._dram.namespaces[record.namespace], now()
-        view, num_shards = self._dram.view(transfer.slot, record.length), layout_of(namespace).num_shards
-        write = partial(
-            endpoint.shared.write, namespace, num_shards, transfer.key, transfer.shard, view, record.checksum
-        )
+        namespace = self._dram.namespaces[record.namespace]
+        stored = Stored(
+            transfer.key, transfer.shard, record.length, record.checksum, namespace.namespace_id, record.depth,
+            record.parent_fingerprint,
+        )  # fmt: skip
+        view, unused_s = self._dram.view(transfer.slot, record.length), max(0.0, now() - record.last_access / NS)
         try:
-            object_bytes = await settle(self._executor, write)
+            return await self._put(endpoint, namespace, stored, view, unused_s)
         except CorruptBlockError as error:
             _log.warning("block %s in DRAM: %s", transfer.key.hex(), error)
             if self._dram.arena.records.record(transfer.slot).generation == record.generation:
                 self._dram.drop(transfer.key)
             return "later"
+
+    async def write_copy(self, namespace: Namespace, stored: Stored, data: Bytes, unused_s: float) -> End:
+        """Write a block that the caller has in memory, and has not to give way: it is written in its turn.
+
+        Args:
+            namespace: of the block.
+            stored: what it is.
+            data: `(num_bytes,)`, uint8, contiguous; not to change until this returns.
+            unused_s: seconds since its last use.
+
+        Raises:
+            CorruptBlockError: `data` is not the block.
+        """
+        endpoint = self._endpoint
+        assert endpoint is not None, "no writes without a tier"
+        async with self._places["save"]:
+            if not endpoint.allows("write"):
+                return "later"
+            return await self._put(endpoint, namespace, stored, data, unused_s)
+
+    async def _put(
+        self, endpoint: SharedEndpoint, namespace: Namespace, stored: Stored, data: Bytes, unused_s: float
+    ) -> End:
+        begun, num_shards = now(), layout_of(namespace).num_shards
+        write = partial(endpoint.shared.write, namespace, num_shards, stored.key, stored.shard, data, stored.checksum)
+        try:
+            object_bytes = await settle(self._executor, write)
+        except CorruptBlockError:
+            raise
         except TierError as error:
             self.failures += 1
             endpoint.failed("write", error, begun)
@@ -133,21 +185,14 @@ class SharedWrites:
             return "failed" if endpoint.allows("write") else "later"
         endpoint.counts["written"] += 1
         endpoint.worked("write")
-        endpoint.has_written(record_id(transfer.key, transfer.shard))
+        endpoint.has_written(record_id(stored.key, stored.shard))
         self.blocks += 1
-        self.num_bytes += record.length
-        self._publisher.stored(
-            SharedObject(
-                namespace.namespace_id,
-                transfer.key,
-                transfer.shard,
-                num_shards,
-                object_bytes,
-                record.depth,
-                record.parent_fingerprint,
-            ),
-            max(0.0, now() - record.last_access / NS),
-        )
+        self.num_bytes += stored.num_bytes
+        thing = SharedObject(
+            stored.namespace_id, stored.key, stored.shard, num_shards, object_bytes, stored.depth,
+            stored.parent_fingerprint,
+        )  # fmt: skip
+        self._publisher.stored(thing, unused_s)
         return "saved"
 
     async def settle(self) -> None:

@@ -1,7 +1,8 @@
 """Where a load gets its blocks: this node's drives, else other nodes, else the shared tier.
 
 Why a block did not come is the last failure among those who may have it. Without a failure, all who were said to have
-it answered, and do not: then it is what the directory says now, or `EVICTED` where it still names somebody.
+it answered, and do not: then it is `OBJECT_LOST` if the shared tier should have had it, else what the directory says
+now, or `EVICTED` where it still names somebody.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.directory import NodeId, Run
+from kvfleet.core.speeds import PEER, SourceSpeeds
 from kvfleet.errors import CorruptBlockError, DeadlineExceededError, LayoutMismatchError, TierError
 from kvfleet.node.arrivals import Arrivals
 from kvfleet.node.drivereads import DriveReads
@@ -22,6 +24,7 @@ from kvfleet.node.landing import BlockSlots, land
 from kvfleet.node.messages import FetchRequest, Miss, Source
 from kvfleet.node.peers import Peers
 from kvfleet.node.sharedreads import SharedReads
+from kvfleet.node.waiting import now
 from kvfleet.node.whereabouts import Whereabouts
 
 __all__ = ["Sources", "Tries"]
@@ -43,6 +46,8 @@ class Sources:
     shared: SharedReads | None
     executor: Executor
     config: FleetConfig
+    speeds: SourceSpeeds = field(default_factory=SourceSpeeds)
+    """As measured here, for clients that have not read anything yet."""
 
 
 class Tries:
@@ -79,7 +84,7 @@ class Tries:
         """
         assert run.start == len(self._outcomes)
         if self._sources.drives is not None and self.on_drives(run.start):
-            return await self._attempt(self._from_drives(self._sources.drives, run.stop))
+            return await self._attempt("nvme", self._from_drives(self._sources.drives, run.stop))
         miss = await self._from_peers(run)
         if len(self._outcomes) == run.stop or self._slots.pace.full():
             return None
@@ -87,15 +92,18 @@ class Tries:
             timeout_s = min(self._slots.left_s, self._config.lookup_timeout_s)
             if await self._where.ask(len(self._outcomes), timeout_s):
                 return None
+        lost: Miss | None = None
         if self._sources.shared is not None and miss is not Miss.DEADLINE:
-            got = await self._attempt(self._from_shared(self._sources.shared, run))
-            if got is not Miss.EVICTED:
+            got = await self._attempt("shared", self._from_shared(self._sources.shared, run))
+            if got not in {Miss.EVICTED, Miss.OBJECT_LOST}:
                 return got
+            lost = got if got is Miss.OBJECT_LOST else None
         index = len(self._outcomes)
-        return miss or self._not_read.get(index) or self._where.why_gone(index)
+        return miss or self._not_read.get(index) or lost or self._where.why_gone(index)
 
-    async def _attempt(self, source: Awaitable[Miss | None]) -> Miss | None:
-        """Try one source; why it did not bring all, or None if it just ended."""
+    async def _attempt(self, name: str, source: Awaitable[Miss | None]) -> Miss | None:
+        """Try one source, and measure it; why it did not bring all, or None if it just ended."""
+        began, before = now(), len(self._outcomes)
         try:
             return await source
         except DeadlineExceededError:
@@ -106,6 +114,10 @@ class Tries:
         except TierError as error:
             _log.info("%s", error)
             return Miss.UNREACHABLE
+        finally:
+            came = len(self._outcomes) - before
+            if came:
+                self._sources.speeds.observe(name, came * self._slots.request.num_bytes, now() - began)
 
     async def _from_peers(self, run: Run) -> Miss | None:
         """Have the other nodes send what they have of a run, the least busy first.
@@ -121,7 +133,7 @@ class Tries:
             if node is None:
                 break
             tried.add(node)
-            got = await self._attempt(self._from_peer(node, run.stop, saved=run.shared))
+            got = await self._attempt(PEER + node, self._from_peer(node, run.stop, saved=run.shared))
             if got is not None and got not in _OURS:
                 self._failed[node] = got  # also for wrong bytes: for this load, since one copy is bad, not its holder
             miss = got or miss
@@ -167,7 +179,7 @@ class Tries:
             async for outcome in outcomes:
                 if isinstance(outcome, Miss):
                     self._not_read[len(self._outcomes)] = outcome
-                    self._drives_fail = outcome in {Miss.TOO_SLOW, Miss.UNREACHABLE}
+                    self._drives_fail = outcome in {Miss.TOO_SLOW, Miss.STORAGE_FAILED}
                     return None
                 got = await self._keep(outcome, saved=self._where.run_at(len(self._outcomes)).shared)
                 if got is not None or self._slots.pace.full():

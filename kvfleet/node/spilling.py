@@ -63,9 +63,9 @@ class Spiller:
         """There are new blocks."""
         self._wake.set()
 
-    def takes(self, num_bytes: int, uses: int) -> bool:
+    def takes(self, num_bytes: int, uses: int, expected_uses: float | None = None) -> bool:
         """The gate of the drives: see `Gate`. Shut while they are known to hang."""
-        return now() >= self._hung_until and self._nvme.admits(num_bytes, uses)
+        return now() >= self._hung_until and self._nvme.admits(num_bytes, uses, expected_uses)
 
     async def run(self) -> None:
         """Write what is not on the drives yet, oldest first. Runs until cancelled."""
@@ -73,9 +73,10 @@ class Spiller:
         working = self._nvme.num_working
         while True:
             if self._nvme.num_working > working:
-                self._dram.placement.requeue("nvme")  # a drive is back
+                self._dram.placement.requeue("nvme", every=True)  # a drive is back
             working = self._nvme.num_working
-            room = self._bytes_max - self._bytes if now() >= self._hung_until else 0
+            # Without a drive that works blocks go on waiting: they are not declined, and whoever stops is told of them.
+            room = self._bytes_max - self._bytes if working and now() >= self._hung_until else 0
             for transfer in self._dram.placement.next_saves("nvme", room) if room > 0 else ():
                 self._bytes += transfer.num_bytes
                 self._begin(transfer).add_done_callback(partial(self._saved, transfer.num_bytes))
@@ -177,9 +178,9 @@ class Spiller:
         """Write all that the drives take, for at most `timeout_s`."""
         deadline = now() + timeout_s
         self._dram.note_accesses()
-        self._dram.placement.requeue("nvme")
+        self._dram.placement.requeue("nvme", every=True)
         self.wake()
-        while self._dram.placement.num_unsaved("nvme") and (left := deadline - now()) > 0:
+        while self._nvme.num_working and self._dram.placement.num_unsaved("nvme") and (left := deadline - now()) > 0:
             self._moved.clear()
             self._wake.set()
             with contextlib.suppress(asyncio.TimeoutError):

@@ -113,12 +113,18 @@ def _check_size(config: FleetConfig, arena: Arena) -> None:
         raise TierUnavailableError("dram", f"{arena.path} has another size than it should")
 
 
-def remove_home(home: NodeHome) -> None:
-    """Remove a node's arena and what is beside it, and let go of the lock."""
+def remove_home(home: NodeHome, *, unmap: bool = True) -> None:
+    """Remove a node's arena and what is beside it, and let go of the lock.
+
+    Args:
+        home: of the node.
+        unmap: let go of the arena's memory too. Not where somebody may still use it: then it ends with the process.
+    """
     home.arena.unlink()
     shutil.rmtree(home.directory)
     home.lock.release()
-    home.arena.close()
+    if unmap:
+        home.arena.close()
 
 
 def _next_epoch(directory: Path) -> int:

@@ -21,7 +21,8 @@ class NodeStatus:
         problem: why the node has no arena, or "".
         used_bytes: of slots that hold or await a block; never above `capacity_bytes`.
         reserved_blocks: being written.
-        unsaved_blocks: not in the shared tier yet.
+        unsaved_blocks: that wait for a copy in the shared tier; without one, on the drives. Not those that it did not
+            take, or had and dropped, as too many.
         evicted_blocks: left since the manager started; `lost_blocks` of them without a copy in the shared tier.
         loaded_blocks: brought for clients, by outcome.
         loaded_bytes: by source.

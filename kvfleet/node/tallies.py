@@ -37,14 +37,17 @@ REQUESTS = 32
 LABEL_BYTES = 64
 """Of a request's label that are kept: enough for vLLM's."""
 
+REASON_BYTES = 112
+"""Of a plan's reason that are kept: enough for the planner's own."""
+
 _MAGIC = b"kvtally1"
 _HEADER = struct.Struct("<8sI")
 _COUNTS = struct.Struct(f"<{len(NAMES)}Q")
-_ENTRY = struct.Struct(f"<QQ 15I BBBB 16s16s {LABEL_BYTES}s")
+_ENTRY = struct.Struct(f"<QQ 20I BBBB 16s16s {LABEL_BYTES}s {REASON_BYTES}s")
 _CHECK = struct.Struct("<I")
 _COUNTS_AT = 64
 _RING_AT = _COUNTS_AT + (_COUNTS.size + 63) // 64 * 64
-_STRIDE = 192
+_STRIDE = 320
 _SIZE = _RING_AT + REQUESTS * _STRIDE
 _MISSES = tuple(Miss)
 _FORMAT = zlib.crc32(repr((NAMES, _ENTRY.format, REQUESTS)).encode())
@@ -74,6 +77,13 @@ class Request:
         from_dram, from_nvme, from_peer, from_shared: blocks that came, by source.
         miss: why the first block of the hit that did not come did not, or None.
         load_s: how long the load took.
+        planned_blocks: that the plan said to load.
+        predicted_load_s: how long it expected the load to take; 0 if it did not know.
+        predicted_ready_s: from the lookup's end until the engine has the prompt's KV, as the plan expected; 0 if it
+            did not know.
+        recompute_s: the same without the cache, as the plan expected; 0 if there was none.
+        ready_s: from the lookup on until the engine had it; 0 if it has not said.
+        reason: why the plan did not load all first, or "".
         first_key, last_key: of the blocks asked for.
     """
 
@@ -98,6 +108,12 @@ class Request:
     from_shared: int = 0
     miss: Miss | None = None
     load_s: float = 0.0
+    planned_blocks: int = 0
+    predicted_load_s: float = 0.0
+    predicted_ready_s: float = 0.0
+    recompute_s: float = 0.0
+    ready_s: float = 0.0
+    reason: str = ""
     first_key: bytes = b""
     last_key: bytes = b""
 
@@ -112,8 +128,11 @@ class Request:
             self.asked_ns, self.block_bytes, self.block_tokens, self.start_block, self.asked_blocks, self.hit_blocks,
             self.local, self.remote, self.shared, self.pending, self.nvme,
             self.from_dram, self.from_peer, self.from_shared, self.from_nvme,
-            _micros(self.lookup_s), _micros(self.load_s), self.loaded, _code(self.missing), _code(self.miss), 0,
+            _micros(self.lookup_s), _micros(self.load_s), self.planned_blocks, _micros(self.predicted_load_s),
+            _micros(self.predicted_ready_s), _micros(self.recompute_s), _micros(self.ready_s),
+            self.loaded, _code(self.missing), _code(self.miss), 0,
             self.first_key, self.last_key, self.label.encode(errors="replace")[:LABEL_BYTES],
+            self.reason.encode(errors="replace")[:REASON_BYTES],
         )  # fmt: skip
         return body + _CHECK.pack(zlib.crc32(body))
 
@@ -126,16 +145,22 @@ class Request:
         asked_ns, block_bytes, block_tokens, start, asked, hit, *rest = _ENTRY.unpack(body)
         local, remote, shared, pending, nvme, *rest = rest
         dram, peer, from_shared, from_nvme, lookup_us, load_us, *rest = rest
-        loaded, missing, miss, _, first, last, label = rest
+        planned, *times, loaded, missing, miss, _, first, last, label, reason = rest
+        predicted_load_s, predicted_ready_s, recompute_s, ready_s = (time_us / 1e6 for time_us in times)
         return cls(
-            asked_ns, label.rstrip(b"\0").decode(errors="ignore"), block_tokens, block_bytes, start, asked, hit,
+            asked_ns, _text(label), block_tokens, block_bytes, start, asked, hit,
             local, remote, shared, pending, _miss(missing), lookup_us / 1e6, nvme,
-            bool(loaded), dram, from_nvme, peer, from_shared, _miss(miss), load_us / 1e6, first, last,
+            bool(loaded), dram, from_nvme, peer, from_shared, _miss(miss), load_us / 1e6,
+            planned, predicted_load_s, predicted_ready_s, recompute_s, ready_s, _text(reason), first, last,
         )  # fmt: skip
 
 
 def _micros(seconds: float) -> int:
     return int(min(seconds, _SECONDS_MAX) * 1e6)
+
+
+def _text(packed: bytes) -> str:
+    return packed.rstrip(b"\0").decode(errors="ignore")
 
 
 def _code(miss: Miss | None) -> int:

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvfleet.core.block import BlockKey, split
+from kvfleet.core.block import KEY_BYTES, BlockKey, split
+from kvfleet.core.hints import Hints
+from kvfleet.core.inventory import split_records
 from kvfleet.core.placement import NewBlock
+from kvfleet.core.sessions import Sessions
 from kvfleet.errors import TierUnavailableError
 from kvfleet.node.admission import Admitter
 from kvfleet.node.arenadir import FileLock
@@ -35,6 +38,7 @@ class Writers:
         self._on_commit = on_commit
         self._publisher = publisher
         self._sequences: dict[int, int] = {}
+        self._sessions = Sessions(dram.arena.records.num_records)
 
     async def reserve(self, request: ReserveRequest, *, draining: bool) -> ReserveReply:
         """See `ReserveRequest`. A node that drains gives nothing, but takes back what the client had.
@@ -52,14 +56,17 @@ class Writers:
         self._publisher.refused(record_id(key, request.shard) for key in split(request.given_up))
         if draining:
             self._publisher.refused(record_id(key, request.shard) for key in keys)
-            return ReserveReply(self._dram.arena.arena_id, (), (), (), (), 0, len(keys), draining=True)
+            return ReserveReply(self._dram.arena.arena_id, (), (), (), (), 0, len(keys), 0, draining=True)
         parents = [BlockKey(request.parent) if request.parent else None, *keys[:-1]]
         blocks = [
             Incoming(NewBlock(key, request.shard, parent, request.num_bytes), request.depth + i)
             for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
         ]
-        got = await self._admitter.reserve(blocks, request.namespace, client, request.timeout_s, patient=False)
-        self._publisher.refused(record_id(keys[i], request.shard) for i in got.refused)
+        got = await self._admitter.reserve(
+            blocks, request.namespace, client, request.timeout_s, patient=False, hints=request.hints
+        )
+        self._note(request.hints, keys, parents[0])
+        self._publisher.refused(record_id(keys[i], request.shard) for i in (*got.refused, *got.declined))
         self._publisher.wake()
         if self._sequences.get(client) != sequence:
             for granted in got.granted:
@@ -74,7 +81,33 @@ class Writers:
             tuple(g.offset for g in got.granted),
             len(got.already),
             len(got.refused),
+            len(got.declined),
         )
+
+    def _note(self, hints: Hints, keys: list[BlockKey], parent: BlockKey | None) -> None:
+        """Remember whose blocks these are. Blocks before them may have come otherwise, as from another node."""
+        above: dict[BlockKey, None] = {}  # in a circle, if a client says so
+        placement = self._dram.placement
+        known = self._sessions
+        while hints.session and parent and not (parent in known or parent in above) and placement.shards(parent):
+            above[parent] = None
+            parent = placement.parent(parent)
+        self._sessions.stored(hints.session, [*reversed(above), *keys], parent)
+        if hints.final and hints.session:
+            self.retire(hints.session)
+
+    def retire(self, session: bytes) -> int:
+        """A session has ended: what is its alone goes first, here and, by way of the directory, on other nodes."""
+        placement = self._dram.placement
+        keys = self._sessions.retire(session)
+        placement.retire(keys)
+        self._publisher.retired(record_id(key, shard) for key in keys for shard in placement.shards(key) or (0,))
+        return len(keys)
+
+    def hear_retired(self, records: bytes) -> None:
+        """Another node says that these are of a session that has ended; those that sessions share here are kept."""
+        keys = (BlockKey(record[:KEY_BYTES]) for record in split_records(records))
+        self._dram.placement.retire(key for key in keys if not self._sessions.is_shared(key))
 
     async def commit(self, request: CommitRequest) -> CommitReply:
         """See `CommitRequest`."""

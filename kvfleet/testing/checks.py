@@ -189,10 +189,7 @@ class Checks:
                 yield f"block {key.hex()}: held by {holders.get(key)}, the directory says {said}"
 
     def _flags(self) -> Iterator[str]:
-        """What is said to be in the shared tier is there, and the other way round.
-
-        With a byte cap, one that is stored again just when it is deleted may stay unknown until it is saved once more.
-        """
+        """What is said to be in the shared tier is there, and the other way round."""
         storage, directory = self._fleet.storage, self._fleet.directory.instance._directory
         blocks = [path for path in storage.objects if path.endswith(".arrow")]
         paths = {path: bytes.fromhex(path.split("/")[-1].split(".")[0]) for path in blocks}
@@ -204,12 +201,8 @@ class Checks:
             if said and key not in there and key.hex() not in spoiled:
                 yield f"object {key.hex()} is said to be there"
         for path, key in paths.items():
-            if (
-                not forgotten
-                and self._fleet.config.shared_bytes_max is None
-                and storage.known(path)
-                and not directory.shared_among(key + bytes(RECORD_BYTES - len(key)))
-            ):
+            known = bool(directory.shared_among(key + bytes(RECORD_BYTES - len(key))))
+            if not known and not forgotten and storage.known(path):
                 yield f"object {key.hex()} is not known to be there"
         limit = self._fleet.config.shared_bytes_max
         used_bytes = sum(len(storage.objects[path]) for path in blocks if storage.known(path))

@@ -14,7 +14,7 @@ from kvfleet.config import KIB, MIB
 from kvfleet.core.block import BlockKey
 from kvfleet.core.inventory import record_id
 from kvfleet.core.placement import NewBlock, Placement
-from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.policies import POLICIES
 from kvfleet.core.slabs import SlabMap
 from kvfleet.errors import CorruptBlockError, TierUnavailableError
 from kvfleet.testing.loop import VirtualLoop
@@ -111,7 +111,7 @@ class SimulatedNvme:
 
     @staticmethod
     def _new_placement() -> Placement:
-        return Placement(SlabMap(CAPACITY_BYTES, _UNIT_BYTES, _SLOTS), LeafFirstLRU)
+        return Placement(SlabMap(CAPACITY_BYTES, _UNIT_BYTES, _SLOTS), POLICIES["lru"])
 
     @property
     def num_working(self) -> int:
@@ -157,14 +157,24 @@ class SimulatedNvme:
         kept = self.medium.blocks.get((key, shard)) if self.is_open else None
         return None if kept is None else kept.stored
 
+    def last_uses(self) -> dict[bytes, float]:
+        """When each record was used last, in seconds before now."""
+        blocks = self.medium.blocks if self.is_open else {}
+        return {record_id(*record): self._loop.time() - kept.used for record, kept in blocks.items()}
+
+    def where(self, key: BlockKey, shard: int) -> str:
+        """The directory of the drive that has a block, "" if none has it."""
+        return "" if self.find(key, shard) is None else "/drive"
+
     def records(self) -> list[bytes]:
         """The ids of all records that can be read."""
         return [record_id(*record) for record in self.medium.blocks] if self.is_open else []
 
-    def admits(self, num_bytes: int, uses: int) -> bool:
-        """Whether a block would be taken."""
+    def admits(self, num_bytes: int, uses: int, expected_uses: float | None = None) -> bool:
+        """Whether a block would be taken. One that is not to be used again is not."""
         wanted = self.medium.uses_wanted
-        return self.is_open and wanted is not None and uses >= wanted and num_bytes <= CAPACITY_BYTES
+        earned = wanted is not None and uses >= wanted and expected_uses != 0
+        return self.is_open and earned and num_bytes <= CAPACITY_BYTES
 
     async def write(
         self, stored: Stored, parent: BlockKey | None, source: Bytes, itemsize: int, check: Callable[[], bool]

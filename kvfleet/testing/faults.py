@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.layout import ModelSpec
 from kvfleet.testing.actors import Handle
 from kvfleet.testing.blocking import wait
@@ -168,7 +169,7 @@ class Faults:
         return "node drained"
 
     def _empty(self, node: LocalNode) -> None:
-        held = {record.key for record in node.tier.dram.placement.records()}
+        held = _keys(node)
         process, storage = node.manager.process, self.fleet.storage
         timeout_s, bytes_max = self._random.choice((0.2, 3.0)), self._random.choice((None, 1 << 18))
         answer = Handle(node.manager).drain.remote(timeout_s, bytes_max)
@@ -176,7 +177,7 @@ class Faults:
         if not came or process is None or process is not node.manager.process:
             return
         drained = answer.future.result()
-        here = {record.key for record in node.tier.dram.placement.records()}
+        here = _keys(node)
         there = {path.split("/")[-1].split(".")[0] for path in storage.objects | dict.fromkeys(storage.spoiled)}
         missing = sum(key.hex() not in there for key in held & here)
         self.fleet.note("drained", drained)
@@ -193,3 +194,10 @@ class Faults:
         process.stop()
         self._later(self._random.choice((0.1, 1.5, 6.0)), process.resume)
         return "manager stopped"
+
+
+def _keys(node: LocalNode) -> set[bytes]:
+    """Of the blocks that a node has, in memory or on its drive."""
+    tier = node.tier
+    on_drive = () if tier.nvme is None else tier.nvme.records()
+    return {record.key for record in tier.dram.placement.records()} | {record[:KEY_BYTES] for record in on_drive}

@@ -140,7 +140,11 @@ class LocalFleet:
         self.on_served: list[Callable[[Any, str, tuple[Any, ...]], Callable[[Any], None]]] = []
         self._num_clients = 0
         self._num_nodes = num_nodes
-        self.run(self._start)
+        try:
+            self.run(self._start)
+        except BaseException:
+            self._end.close()
+            raise
 
     def _start(self) -> None:
         self.start_directory()

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from kvfleet.core.block import BlockKey
-from kvfleet.core.policies.base import Policy
+from kvfleet.core.hints import Hints
+from kvfleet.core.policies.base import Newcomer, Policy
 
 __all__ = ["PolicyContract", "block_key"]
 
@@ -32,6 +33,10 @@ class PolicyContract(ABC):
     @abstractmethod
     def make(self) -> Policy:
         """A new, empty policy."""
+
+    def remembered(self, policy: Policy) -> int:
+        """How many keys a policy knows that are not resident; for one that is made for 100 blocks at most 1,000."""
+        return 0
 
     def chain(self, policy: Policy, numbers: range, parent: BlockKey | None = None) -> list[BlockKey]:
         """Insert a prefix, at the times of its numbers."""
@@ -147,6 +152,79 @@ class PolicyContract(ABC):
                 call()
         assert len(policy) == 1
 
+    def test_retired_blocks_go_before_all_but_orphans(self) -> None:
+        """Leaf first too; a use undoes it, and keys that are not there are ignored."""
+        policy = self.make()
+        old = self.chain(policy, range(3))
+        new = self.chain(policy, range(10, 13))
+        orphan = self.chain(policy, range(20, 21), block_key(19))
+        policy.retire([*new, block_key(99)])
+        assert policy.victims(4, everything) == [*orphan, *new[::-1]]
+        assert policy.expected_uses(new[0]) == 0.0
+        policy.touch(new[2], 50.0)
+        assert policy.victims(2, everything)[1] == old[2]
+
+    def test_a_parent_that_is_not_retired_stays(self) -> None:
+        """What is retired and has children waits for them."""
+        policy = self.make()
+        keys = self.chain(policy, range(3))
+        other = self.chain(policy, range(10, 12))
+        policy.retire([keys[0], other[1]])
+        assert policy.victims(1, everything) == [other[1]]
+        assert set(policy.victims(5, everything)) == {*keys, *other}
+
+    def test_parents_in_a_circle_end(self) -> None:
+        """As a client may say that has a bug."""
+        policy = self.make()
+        for number in range(3):
+            policy.insert(block_key(number), block_key((number + 1) % 3), 0.0)
+        for number in range(3):
+            policy.touch(block_key(number), 10.0 + number)
+        policy.retire([block_key(0)])
+        assert len(policy.victims(9, everything)) <= 3
+        policy.remove(block_key(1))
+        assert len(policy) == 2
+
+    def test_final_blocks_are_retired(self) -> None:
+        """As soon as they come."""
+        policy = self.make()
+        self.chain(policy, range(3))
+        policy.insert(block_key(10), None, 10.0, Hints(final=True))
+        assert policy.victims(1, everything) == [block_key(10)]
+
+    def test_newcomers_get_no_more_than_they_need(self) -> None:
+        """Whatever is decided for them, it changes nothing, and what was declined is not resident."""
+        policy = self.make()
+        keys = self.chain(policy, range(6))
+        newcomers = [Newcomer(block_key(number), block_key(number - 1), 10.0) for number in range(20, 24)]
+        for _ in range(3):
+            chosen = policy.victims(4, everything, newcomers=newcomers)
+            assert chosen == policy.victims(4, everything, newcomers=newcomers)
+            assert chosen == keys[:1:-1][: len(chosen)]
+            policy.decline(newcomers)
+            assert (len(policy), newcomers[0].key in policy) == (6, False)
+        assert len(policy.victims(4, everything)) == 4, "needed anyway"
+
+    def test_what_is_remembered_is_bounded(self) -> None:
+        """Blocks come and go without end."""
+        policy = self.make()
+        chance = random.Random(1)
+        for step in range(10_000):
+            key = block_key(chance.randrange(1, 5_000))
+            if key in policy:
+                policy.touch(key, float(step))
+                continue
+            if len(policy) >= 100:
+                newcomer = Newcomer(key, None, float(step))
+                victims = policy.victims(1, everything, newcomers=[newcomer])
+                if not victims:
+                    policy.decline([newcomer])
+                    continue
+                policy.remove(victims[0])
+            policy.insert(key, None, float(step))
+            assert self.remembered(policy) <= 1_000
+        assert len(policy) == 100
+
     @pytest.mark.parametrize("seed", range(10))
     def test_random_walk(self, seed: int) -> None:
         """Against a plain dict: victims are resident, allowed, distinct, leaf first; the same walk gives the same."""
@@ -170,9 +248,16 @@ class PolicyContract(ABC):
             elif key in tree and chance.random() < 0.3:
                 policy.remove(key)
                 del tree[key]
+            elif key in tree and chance.random() < 0.1:
+                policy.retire([key, block_key(1000)])
             elif chance.random() < 0.1:
                 need, kept = chance.randrange(1, 20), set(chance.sample(sorted(tree), len(tree) // 8))
-                victims = policy.victims(need, lambda key, kept=kept: int(key not in kept))  # type: ignore[misc]
+                coming = [Newcomer(block_key(number), None, now) for number in range(200, 200 + need)]
+                victims = policy.victims(
+                    need,
+                    lambda key, kept=kept: int(key not in kept),  # type: ignore[misc]
+                    newcomers=coming if chance.random() < 0.5 else (),
+                )
                 assert len(victims) <= need
                 self.evict(policy, tree, victims, kept)
                 gone += victims

@@ -22,7 +22,7 @@ import ray
 from typing_extensions import override
 
 from kvfleet import actors, calls
-from kvfleet.node import arena, localdrives, shared
+from kvfleet.node import arena, localdrives, mirror, shared
 from kvfleet.testing.actors import Cluster, Handle, RayModule
 from kvfleet.testing.blocking import Pool, QueueModule, ThreadingModule, TimeModule
 from kvfleet.testing.drives import Media, SimulatedNvme
@@ -52,7 +52,7 @@ class _Secrets:
 
 
 class _Inline:
-    """In place of `TimedThreads`: finding an actor takes no time."""
+    """In place of `TimedThreads`: finding an actor, or the size of a drive, takes no time."""
 
     def run(self, function: Callable[[], Any], timeout_s: float) -> Any:  # noqa: ANN401  what it returns
         if timeout_s <= 0:
@@ -111,6 +111,7 @@ def _names(cluster: Cluster, storage: Storage, media: Media, seed: int) -> list[
         ),
         (shared, "ObjectStore", partial(SimulatedStore, storage)),
         (localdrives, "NvmeTier", partial(SimulatedNvme, media)),
+        (mirror, "TimedThreads", lambda *_: _Inline()),
         (arena.Arena, "populate", lambda *_: None),
         (calls, "_FINDING", _Inline()),
         (calls, "find_manager", by_node(cluster.find)),

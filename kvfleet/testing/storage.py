@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from kvfleet.errors import TierFullError, TierUnavailableError
@@ -99,6 +99,8 @@ class Storage:
 class SimulatedStore:
     """In place of `ObjectStore`: one node's way to the storage."""
 
+    leaves_partials = False
+
     def __init__(self, storage: Storage, url: str, options: Mapping[str, object], timeout_s: float) -> None:
         assert not options
         self.name = url
@@ -127,11 +129,21 @@ class SimulatedStore:
 
     def get(self, path: str, bytes_max: int, timeout_s: float | None = None) -> bytes | None:
         """Read an object."""
+        pieces: list[bytes] = []
+        return b"".join(pieces) if self.give(path, bytes_max, pieces.append, timeout_s) else None
+
+    def give(self, path: str, bytes_max: int, take: Callable[[bytes], object], timeout_s: float | None = None) -> bool:
+        """Read an object, in two pieces."""
         self._storage.take_time(self._limit(timeout_s), "read")
         data = self._storage.objects.get(path)
         if data is None:
             self._storage.missed.add(path)
-        return None if data is None else data[:bytes_max]
+            return False
+        middle = bytes_max // 2
+        for piece in (data[:middle], data[middle:bytes_max]):
+            if take(piece) is False:
+                break
+        return True
 
     def delete(self, path: str, timeout_s: float | None = None) -> None:
         """Delete an object."""

@@ -144,7 +144,7 @@ def test_blocks_are_inspected_and_nodes_looked_over(address, make_fleet, engine_
     code, text = shown("doctor")
     assert code == 1
     assert max(map(len, text.splitlines())) <= 80
-    assert "of 2 copies, taken at random from 2, 1 is damaged" in " ".join(text.split())
+    assert "all 2 copies of blocks in this node's memory read, 1 is damaged" in " ".join(text.split())
     code, text = shown("inspect", key)
     assert code == 1
     assert "cut off" in text

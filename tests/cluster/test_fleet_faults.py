@@ -259,7 +259,7 @@ def damage(path: Path, how: str) -> None:
 
 def test_damaged_shared_objects_are_gone_for_everyone(make_fleet, engine_here, engine_on, tmp_path):
     settings = {"name": "damaged", "shared_url": f"file://{tmp_path}"}
-    seeds = {"deleted": (1, Miss.EVICTED), "truncated": (2, Miss.CORRUPT), "flipped": (3, Miss.CORRUPT)}
+    seeds = {"deleted": (1, Miss.OBJECT_LOST), "truncated": (2, Miss.CORRUPT), "flipped": (3, Miss.CORRUPT)}
     fleet = make_fleet(**settings)
     engine: Engine = engine_here(fleet)
     for seed, _ in seeds.values():

@@ -72,12 +72,12 @@ def test_an_outage_costs_misses_and_the_breaker_closes_within_two_probes(proxy: 
     store(rig.client(SPEC), prompt(4))
     forget(rig, 4)
     with proxy.faulty(Fault(kind)):
-        assert load(rig.client(SPEC), prompt(4)).outcomes[0] is Miss.UNREACHABLE
+        assert load(rig.client(SPEC), prompt(4)).outcomes[0] is Miss.STORAGE_FAILED
         wait_for(lambda: rig.status(0).avoided == ("shared",), "the breaker is open")
         store(rig.client(SPEC), prompt(3, 1))  # nobody waits for the tier
         wait_for(lambda: rig.status(0).shared_counts.get("write_outages") == 1, "for writes too")
         asked = sum(proxy.keys[key] for key in proxy.keys if key[1].endswith(".arrow"))
-        assert load(rig.client(SPEC), prompt(4)).outcomes[0] is Miss.UNREACHABLE
+        assert load(rig.client(SPEC), prompt(4)).outcomes[0] is Miss.STORAGE_FAILED
         assert sum(proxy.keys[key] for key in proxy.keys if key[1].endswith(".arrow")) == asked, "it was not asked"
     proxy.reset_counts()
     wait_for(lambda: rig.status(0).avoided == (), "it is used again")
@@ -93,7 +93,7 @@ def test_objects_deleted_behind_our_back_are_counted_misses(proxy: S3Proxy, rig:
     store(client, prompt(4))
     forget(rig, 4)
     with proxy.faulty(Fault("missing", {"GET"}, key=r"\.arrow$")):
-        assert load(client, prompt(4)).outcomes[0] is Miss.EVICTED
+        assert load(client, prompt(4)).outcomes[0] is Miss.OBJECT_LOST
     assert rig.status(0).shared_counts["absent"] >= 1
     wait_for(lambda: client.lookup(prompt(4)).num_blocks == 0, "all know that it is gone")
     store(client, prompt(4))
@@ -137,7 +137,7 @@ def kill_and_restart(server: Seaweed, proxy: S3Proxy, rig: Rig) -> None:
         wait_for(lambda: rig.status(0).saved_blocks > saved + 8, "it is being written")
         server.kill()
         wait_for(lambda: rig.status(0).shared_counts.get("write_outages", 0) == 1, "the breaker is open")
-        assert load(rig.client(SPEC), prompt(4)).outcomes[0] is Miss.UNREACHABLE
+        assert load(rig.client(SPEC), prompt(4)).outcomes[0] is Miss.STORAGE_FAILED
     finally:
         done.set()
         thread.join()

@@ -7,8 +7,11 @@ import numpy as np
 from kvfleet import copying
 from kvfleet.core.block import TokenIds, split
 from kvfleet.core.layout import ModelSpec
+from kvfleet.core.planner import Leg, Plan
 from kvfleet.hits import HitRun, Loaded, PrefixHit, StoreResult
+from kvfleet.loads import Meanwhile
 from kvfleet.node.messages import Miss, Outcome, Source
+from kvfleet.planning import Planning
 from kvfleet.storing import StoreTask
 
 
@@ -18,12 +21,18 @@ class MemoryClient:
     Attributes:
         blocks: what the fleet holds, by key.
         fail_from: loads miss from this block on, although lookups promise it.
+        planning: makes plans as a real client's, of what a test tells it.
+        plans: of the loads so far.
+        ready_s: what was said of the prompts so far.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.blocks: dict[bytes, np.ndarray] = {}
         self.fail_from: int | None = None
+        self.planning = Planning(spec.layout)
+        self.plans: list[Plan] = []
+        self.ready_s: list[float] = []
 
     def lookup(self, token_ids: TokenIds) -> PrefixHit:
         keys = self.spec.keys(token_ids)
@@ -32,16 +41,27 @@ class MemoryClient:
         runs = (HitRun(0, held, local=True),) if held else ()
         return PrefixHit(held * self.spec.block_tokens, held, len(asked), keys, runs)
 
-    def load(self, hit: PrefixHit, into: object) -> Loaded:
-        layout = self.spec.layout
-        target = copying.as_array(into)
-        copying.check_fits(target, into, layout, hit.num_blocks)
-        stop = hit.num_blocks if self.fail_from is None else min(self.fail_from, hit.num_blocks)
-        for index, key in enumerate(split(hit.keys)[:stop]):
-            copying.copy_out(copying.block_slice(target, layout, index), self.blocks[key])
-        missed = [Miss.UNREACHABLE, *[Miss.BEHIND_MISS] * hit.num_blocks][: hit.num_blocks - stop]
-        outcomes: list[Outcome] = [*[Source.DRAM] * stop, *missed]
-        return Loaded.of(outcomes, layout)
+    def load(self, hit: PrefixHit, into: object, *, plan: Plan, meanwhile: Meanwhile) -> Loaded:
+        copying.check_fits(copying.as_array(into), into, self.spec.layout, hit.num_blocks)
+        self.plans.append(plan)
+        outcomes = self._leg(hit, plan.head, into)
+        if plan.tail is not None:
+            meanwhile(sum(isinstance(outcome, Source) for outcome in outcomes))
+            outcomes += [Miss.SLOWER_THAN_COMPUTE] * (plan.tail.start - len(outcomes))
+            outcomes += self._leg(hit, plan.tail, into)
+        outcomes += [Miss.SLOWER_THAN_COMPUTE] * (hit.num_blocks - len(outcomes))
+        return Loaded.of(outcomes, self.spec.layout)
+
+    def _leg(self, hit: PrefixHit, leg: Leg, into: object) -> list[Outcome]:
+        target, keys = copying.as_array(into), split(hit.keys)
+        stop = leg.stop if self.fail_from is None else max(leg.start, min(self.fail_from, leg.stop))
+        for index in range(leg.start, stop):
+            copying.copy_out(copying.block_slice(target, self.spec.layout, index), self.blocks[keys[index]])
+        missed = [Miss.UNREACHABLE, *[Miss.BEHIND_MISS] * hit.num_blocks][: leg.stop - stop]
+        return [*[Source.DRAM] * (stop - leg.start), *missed]
+
+    def started(self, loaded: Loaded, seconds: float) -> None:
+        self.ready_s.append(seconds)
 
     def store_keys(self, keys: bytes, kv: object, *, start_block: int = 0) -> StoreTask:
         layout = self.spec.layout

@@ -11,6 +11,8 @@ from transformers import DynamicCache
 
 from kvfleet.cli.demo_model import cache_directory, load_model, load_tokenizer, prepare_smollm2
 from kvfleet.connectors.transformers import TransformersConnector, spec_for
+from kvfleet.core.planner import Leg, Plan
+from kvfleet.core.speeds import Speed
 from kvfleet.errors import ConfigError, LayoutMismatchError
 from kvfleet.node.messages import Miss, Source
 from tests.engine.memory_client import MemoryClient
@@ -197,6 +199,21 @@ def test_the_last_token_is_always_computed():
     assert kv.last.reused_tokens == 3 * BLOCK - 1
 
 
+def test_smollm2_computes_what_would_be_slower_to_load(smollm2, question):
+    model, _ = smollm2
+    client = MemoryClient(spec_for(model, block_tokens=64))
+    kv = TransformersConnector(model, client)
+    blocks = question.shape[1] // 64
+    kv.prefill(question)
+    for speed, loaded in ((Speed(1000.0, 1.0), 0), (Speed(0.0, 1e15), blocks)):
+        client.planning.tell({"dram": speed})
+        with tokens_seen(model) as seen:
+            prefill = kv.prefill(question)
+        assert (prefill.reused_tokens, seen) == (loaded * 64, [64] * (blocks - loaded))
+        assert client.plans[-1].recompute_s > client.plans[-1].predicted_ttft_s * (loaded > 0)
+        assert (client.plans[-1].reason == "") == (loaded > 0)
+
+
 def test_a_common_prefix_is_reused_and_the_rest_is_stored():
     model = tiny("Llama")
     kv = connect(model)
@@ -233,6 +250,50 @@ def test_blocks_that_do_not_come_are_computed(fail_from):
     assert prefill.reused_tokens == fail_from * BLOCK
     assert prefill.loaded.miss == (Miss.UNREACHABLE if fail_from < 3 else None)
     assert torch.equal(after(model, prompt, prefill.cache), live(model, prompt, BLOCK))
+
+
+@pytest.mark.parametrize(
+    ("head", "tail", "computed"),
+    [(2, (4, 6), 2), (0, (1, 6), 1), (0, (5, 6), 5), (1, (2, 4), 3), (0, None, 6), (3, None, 3), (6, None, 0)],
+)
+def test_what_is_not_worth_loading_is_computed(head, tail, computed):
+    model = tiny("Llama")
+    client = MemoryClient(spec_for(model, block_tokens=BLOCK))
+    kv = TransformersConnector(model, client)
+    prompt = prompt_of(6 * BLOCK + 5)
+    kv.prefill(prompt)
+    plan = Plan(Leg(0, head), Leg(*tail) if tail else None)
+    client.planning.plan = lambda *_, can_split: plan
+    with tokens_seen(model) as seen:
+        prefill = kv.prefill(prompt)
+    assert seen == [BLOCK] * computed
+    assert prefill.reused_tokens == (6 - computed) * BLOCK
+    assert prefill.wait(1).stored == computed
+    assert torch.equal(after(model, prompt, prefill.cache), live(model, prompt, BLOCK))
+
+
+@pytest.mark.parametrize("fail_from", range(7))
+def test_a_plan_that_fails_costs_a_recompute(fail_from):
+    model = tiny("Llama")
+    client = MemoryClient(spec_for(model, block_tokens=BLOCK))
+    kv = TransformersConnector(model, client)
+    prompt = prompt_of(6 * BLOCK + 5)
+    kv.prefill(prompt)
+    client.fail_from = fail_from
+    client.planning.plan = lambda *_, can_split: Plan(Leg(0, 2), Leg(3, 6))
+    prefill = kv.prefill(prompt)
+    assert prefill.reused_tokens == (min(fail_from, 2) + max(0, fail_from - 3)) * BLOCK
+    assert torch.equal(after(model, prompt, prefill.cache), live(model, prompt, BLOCK))
+
+
+def test_the_planner_is_told_of_computed_blocks_and_whole_prompts():
+    kv = connect(tiny("Llama"))
+    client = kv._client
+    kv.prefill(prompt_of(3 * BLOCK + 5))
+    assert client.planning.prefill() is not None
+    prefill = kv.prefill(prompt_of(3 * BLOCK + 5))
+    assert [plan.num_blocks for plan in client.plans] == [0, 3]
+    assert client.ready_s[1] == prefill.seconds
 
 
 # --- who shares with whom

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 
 from kvfleet.config import MIB
 from kvfleet.core.block import split
-from kvfleet.core.objectrows import SharedObject, record_ids
-from kvfleet.errors import DirectoryUnavailableError
+from kvfleet.core.objectrows import ObjectRows, SharedObject, record_ids
+from kvfleet.errors import DirectoryUnavailableError, TierUnavailableError
 from kvfleet.node.catalog import CatalogKeeper
+from kvfleet.node.catalogbook import CatalogBook
 from kvfleet.node.manifests import ManifestReader
+from kvfleet.node.manifestwriter import ManifestWriter
 from kvfleet.node.messages import Source
 from kvfleet.node.objects import ObjectStore
 from kvfleet.node.outbox import Uses
@@ -95,6 +98,11 @@ def flushed_together(rig: Rig) -> None:
 
     assert not any(rig.run(flush()))
     assert [len(rig.part(number).publisher._outbox) for number in rig.managers] == [0] * len(rig.managers)
+
+
+def shrink(book: CatalogBook, num_bytes: int, limit: int) -> None:
+    """Have a keeper delete what is beyond a number of bytes."""
+    book.changes.append(book.catalog.shrink(num_bytes, limit))
 
 
 def shared_blocks(rig: Rig, tokens: Any) -> int:
@@ -243,8 +251,9 @@ def test_what_an_earlier_keeper_has_deleted_is_looked_for_before_it_is_believed_
         book = rig.part(keeper).catalog._book
         (row,) = [row for rows in ManifestReader(ObjectStore(f"file://{root}", {}, 10.0)).read() for row in rows
                   if row["key"].tobytes().hex() == keys(prompt(3))[-1]]  # fmt: skip
-        rig.loop.call_soon_threadsafe(book.catalog.shrink, book.catalog.num_bytes - 1, 1)
+        rig.loop.call_soon_threadsafe(shrink, book, book.catalog.num_bytes - 1, 1)
         wait_for(lambda: len(objects(root)) == 2 and not book.num_changes, "the last one is deleted, and that is told")
+        rig.loop.call_soon_threadsafe(rig.part(writer).dram.drop, split(SPEC.keys(prompt(3)))[-1])  # not saved again
         rig.kill(keeper)
         rig.dead.add(rig.node_id(keeper))
         wait_for(lambda: keepers(rig) == [writer], "the other one keeps the catalog")
@@ -388,7 +397,7 @@ def test_a_keeper_that_was_replaced_and_does_not_know_it_does_no_harm(arena_root
         wait_for(lambda: keepers(rig) == [1 - keeper], "the other one keeps it")
 
         async def trim() -> None:
-            book.catalog.shrink(0, 100)
+            shrink(book, 0, 100)
             await old._trim(book)
 
         with pytest.raises(Exception, match=r"epoch|another"):
@@ -397,3 +406,48 @@ def test_a_keeper_that_was_replaced_and_does_not_know_it_does_no_harm(arena_root
         rig.run(asyncio.sleep(0))
         settled(rig)
         wait_for(lambda: told(root) == {bytes.fromhex(key) + b"\0\0" for key in objects(root)}, "all are known")
+        flushed(rig)
+        assert [shared_blocks(rig, prompt(12, number)) for number in range(3)] == [12] * 3
+
+
+def test_that_an_object_is_to_go_is_written_down_before_anybody_is_told(arena_root, tmp_path, monkeypatch):
+    """Else it would be known to nobody when the keeper dies: never found, and never counted."""
+    root, append = tmp_path / "kv", ManifestWriter.append
+
+    def fail(self: ManifestWriter, rows: ObjectRows) -> None:
+        if rows["deleting"].any():
+            raise TierUnavailableError("shared", "no answer")
+        append(self, rows)
+
+    with Rig(arena_root, 2, shared_url=f"file://{root}", **FAST) as rig:
+        keeper = settled(rig)
+        store(rig.client(SPEC, 1 - keeper), prompt(6))
+        flushed(rig)
+        catalog = rig.part(keeper).catalog
+        monkeypatch.setattr(ManifestWriter, "append", fail)
+        rig.loop.call_soon_threadsafe(shrink, catalog._book, 1, 3)
+        wait_for(lambda: "no answer" in catalog.problem, "it cannot be written down")
+        assert (len(objects(root)), shared_blocks(rig, prompt(6))) == (6, 6)
+        rig.kill(keeper)
+        rig.dead.add(rig.node_id(keeper))
+        wait_for(lambda: keepers(rig) == [1 - keeper], "the other one keeps the catalog")
+        flushed(rig)
+        assert shared_blocks(rig, prompt(6)) == len(told(root)) == 6
+        rig.dead.discard(rig.node_id(keeper))
+        rig.start(keeper)
+
+
+def test_half_written_files_of_writers_long_dead_are_found_without_a_listing(arena_root, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvfleet.node.catalog._SWEEP_S", 0.0)
+    root = tmp_path / "kv"
+    with Rig(arena_root, shared_url=f"file://{root}", **FAST) as rig:
+        settled(rig)
+        store(rig.client(SPEC), prompt(3))
+        flushed(rig)
+        young, old = (next(root.glob("*/*/*.arrow")).with_suffix(f".{number}.partial") for number in range(2))
+        for file in (young, old):
+            file.write_bytes(b"half")
+        os.utime(old, (0, 0))
+        wait_for(lambda: not old.exists(), "it is found")
+        assert young.exists()
+        assert len(objects(root)) == 3

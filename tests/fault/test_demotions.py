@@ -76,7 +76,7 @@ def test_a_drive_that_is_not_there_costs_blocks_and_no_time(arena_root, tmp_path
         store_many(rig)
         placement = rig.part(0).dram.placement
         assert (lost(rig), placement.counters.transfers_failed) == (4 * MANY - ARENA_BLOCKS, 0)
-        assert "absent" in rig.status(0).drives[0].problem
+        assert "No such file" in rig.status(0).drives[0].problem
         assert rig.run(rig.managers[0].flush(20.0)) == ARENA_BLOCKS
         assert sum(load_many(rig)[source] for source in Source) == ARENA_BLOCKS
 

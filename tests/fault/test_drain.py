@@ -7,12 +7,13 @@ import threading
 
 import pytest
 
-from kvfleet.config import MIB
+from kvfleet.config import MIB, DriveConfig
 from kvfleet.core.block import split
-from kvfleet.errors import TierUnavailableError
+from kvfleet.errors import DirectoryUnavailableError, TierUnavailableError
 from kvfleet.node.messages import Source
+from kvfleet.node.nvme import NvmeTier
 from tests.conftest import wait_for
-from tests.rig import Rig
+from tests.rig import Rig, failing
 from tests.workload import kv, load, model, prompt, store
 
 SPEC = model()
@@ -203,3 +204,63 @@ def test_a_node_without_an_arena_cannot_be_drained(arena_root, method):
         with pytest.raises(TierUnavailableError):
             rig.run(manager.drain(1.0, None) if method == "drain" else manager.resume())
         del rig.managers[0]
+
+
+def with_drive(arena_root, tmp_path):
+    """A rig whose node 0 has three prompts of 4 blocks on its drive and nowhere else, the last one used last."""
+    (tmp_path / "drive").mkdir()
+    drives = (DriveConfig(directory=str(tmp_path / "drive"), max_bytes=16 * MIB),)
+    rig = Rig(arena_root, nvme=drives, shared_url=f"file://{arena_root / 'shared'}")
+    hold_back(rig)
+    keys = [key for number in range(3) for key in split(SPEC.keys(prompt(4, number)))]
+    for number in range(3):
+        store(rig.client(SPEC), prompt(4, number))
+        wait_for(lambda: not rig.part(0).dram.placement.num_unsaved("nvme"), "it is on the drive")
+
+    async def forget():
+        for key in keys:
+            rig.part(0).dram.drop(key)
+
+    rig.run(forget())
+    return rig
+
+
+def test_what_only_the_drives_have_is_saved_too_the_most_valuable_first(arena_root, tmp_path):
+    with with_drive(arena_root, tmp_path) as rig:
+        store(rig.client(SPEC), prompt(2, 7))
+        assert load(rig.client(SPEC), prompt(4, 0)).outcomes == (Source.NVME,) * 4  # also in the arena now
+        done = drain(rig, bytes_max=8 * BLOCK_BYTES)
+        assert (done.saved_blocks, done.left_blocks, done.left_bytes) == (8, 6, 6 * BLOCK_BYTES)
+        assert saved(arena_root, prompt(4, 0)) == [True] * 4
+        assert saved(arena_root, prompt(4, 2)) == [True, True, False, False]
+        assert not any(saved(arena_root, prompt(4, 1)))
+        assert drain(rig).left_blocks == 0
+        assert all(saved(arena_root, prompt(4, number))[0] for number in range(3))
+        assert rig.status(0).saved_blocks == 14
+        done = drain(rig)
+        assert (done.saved_blocks, done.left_blocks) == (0, 0)
+
+
+def test_without_the_directory_no_block_of_the_drives_is_taken_for_unsaved(arena_root, tmp_path):
+    with with_drive(arena_root, tmp_path) as rig:
+        rig.faults["directory.claim"] = failing(DirectoryUnavailableError("away"))
+        assert drain(rig).left_blocks == 12
+        assert rig.status(0).saved_blocks == 0
+        del rig.faults["directory.claim"]
+        wait_for(lambda: drain(rig).left_blocks == 0, "the directory is asked again")
+        assert rig.status(0).saved_blocks == 12
+
+
+def test_a_drive_that_hangs_does_not_hold_up_a_drain(arena_root, tmp_path, monkeypatch):
+    with with_drive(arena_root, tmp_path) as rig:
+        read, go_on = NvmeTier.read, asyncio.Event()
+
+        async def hang(self, *args):
+            await go_on.wait()
+            return await read(self, *args)
+
+        monkeypatch.setattr(NvmeTier, "read", hang)
+        assert drain(rig, timeout_s=0.3).left_blocks == 12
+        rig.loop.call_soon_threadsafe(go_on.set)
+        assert drain(rig).left_blocks == 0
+        assert rig.status(0).saved_blocks == 12

@@ -20,6 +20,7 @@ from kvfleet.copying import checksum
 from kvfleet.core.block import BlockKey, split
 from kvfleet.core.inventory import record_id
 from kvfleet.errors import CorruptBlockError, TierUnavailableError
+from kvfleet.node.drivereads import _AHEAD
 from kvfleet.node.messages import Bytes, Miss, Source
 from kvfleet.node.nvme import NvmeTier, Stored
 from tests.conftest import wait_for
@@ -27,7 +28,7 @@ from tests.rig import Rig
 from tests.workload import block, fetch_request, load, model, prompt, store
 
 SPEC = model()
-INFLIGHT = 4
+INFLIGHT = 2 + _AHEAD  # that are under way in the drives, or wait for them
 
 
 class Drives(NvmeTier):
@@ -40,11 +41,16 @@ class Drives(NvmeTier):
         self.most = 0
         self.begun: list[bytes] = []
         self.before: Callable[[bytes], Any] = passing
+        self.place: Callable[[bytes], str] = lambda key: "the only one"
 
     @override
     def find(self, key: BlockKey, shard: int) -> Stored | None:
         data = self.blocks.get((key, shard))
         return None if data is None else Stored(key, shard, len(data), checksum(data), bytes(16), 0, 0)
+
+    @override
+    def where(self, key: BlockKey, shard: int) -> str:
+        return self.place(key)
 
     @override
     def records(self) -> list[bytes]:
@@ -87,7 +93,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def fleet(root: Path, num_nodes: int = 1, **settings: Any) -> Rig:
     """Nodes that have drives."""
     drive = DriveConfig(directory="/simulated", max_bytes=MIB)
-    return Rig(root, num_nodes, nvme=(drive,), nvme_inflight_max=INFLIGHT, **settings)
+    return Rig(root, num_nodes, nvme=(drive,), nvme_inflight_max=INFLIGHT - _AHEAD, **settings)
 
 
 def drives_of(rig: Rig, number: int = 0) -> Drives:
@@ -169,7 +175,10 @@ def test_a_prefix_larger_than_the_arena_passes_through_it(arena_root):
         assert load(rig.client(SPEC), prompt(40)).outcomes == (Source.NVME,) * 40
 
 
-ERRORS = [(CorruptBlockError("nvme", "flipped"), Miss.CORRUPT), (TierUnavailableError("nvme", "EIO"), Miss.UNREACHABLE)]
+ERRORS = [
+    (CorruptBlockError("nvme", "flipped"), Miss.CORRUPT),
+    (TierUnavailableError("nvme", "EIO"), Miss.STORAGE_FAILED),
+]
 
 
 @pytest.mark.parametrize(("error", "miss"), ERRORS)
@@ -242,6 +251,26 @@ def test_a_drive_that_hangs_holds_up_a_load_once(arena_root):
         wait_for(lambda: not drives.reading, "the reads have ended")
         drives.before = passing
         assert load(client, prompt(6, 2)).outcomes == (Source.NVME,) * 6
+
+
+def test_a_drive_that_hangs_keeps_no_load_from_another_drive(arena_root):
+    with fleet(arena_root, holder_timeout_s=0.2) as rig:
+        client = rig.client(SPEC)
+        for number in range(3):
+            drives = put(rig, prompt(6, number))
+        hang, end = hanging(rig)
+        well = set(split(SPEC.keys(prompt(6, 2))))
+        drives.place = lambda key: "well" if key in well else "hung"
+        drives.before = lambda key: passing(key) if key in well else hang(key)
+        for number in range(2):
+            assert load(client, prompt(6, number), timeout_s=1.0) == 0
+        assert len(drives.reading) == INFLIGHT
+        assert load(client, prompt(6, 2), timeout_s=5.0).outcomes == (Source.NVME,) * 6
+        begun = len(drives.begun)
+        assert load(client, prompt(6, 1), timeout_s=5.0) == 0
+        assert len(drives.begun) == begun, "a hung drive is not asked again"
+        end()
+        wait_for(lambda: not rig.part(0).loader.drive_reads._adopted, "the reads have ended")
 
 
 def test_a_deadline_ends_a_load_and_leaves_its_reads_to_themselves(arena_root):

@@ -312,10 +312,10 @@ def test_a_node_without_a_manager_is_logged_once_in_a_while(arena_root, caplog, 
         rig.faults["0.attach"] = AWAY
         for _ in range(50):
             client.lookup(prompt(2))
-        assert [record.levelname for record in caplog.records if record.name == "kvfleet.client"] == ["WARNING"]
-        client._warn_at = 0.0  # some time later
+        assert [record.levelname for record in caplog.records if record.name == "kvfleet.nearby"] == ["WARNING"]
+        client._nearby._warn_at = 0.0  # some time later
         client.lookup(prompt(2))
-        assert len([record for record in caplog.records if record.name == "kvfleet.client"]) == 2
+        assert len([record for record in caplog.records if record.name == "kvfleet.nearby"]) == 2
 
 
 def test_a_load_whose_stream_just_ends_is_a_counted_miss(arena_root, monkeypatch):
@@ -414,7 +414,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], Miss]] = {
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-100]), Miss.CORRUPT),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), Miss.CORRUPT),
     "empty": (lambda path: path.write_bytes(b""), Miss.CORRUPT),
-    "deleted": (Path.unlink, Miss.EVICTED),
+    "deleted": (Path.unlink, Miss.OBJECT_LOST),
 }
 
 
@@ -429,6 +429,7 @@ def test_a_bad_object_is_a_counted_miss_and_gone_for_everyone(arena_root, kind, 
         assert got.outcomes == (Source.SHARED,) * 5 + (miss, *(Miss.BEHIND_MISS,) * 2)
         assert first.stats().blocks == {Source.SHARED: 5, miss: 1, Miss.BEHIND_MISS: 2}
         wait_for_condition(lambda: second.lookup(tokens).num_blocks == 5, "the entry is gone for the other client")
+        assert second.lookup(tokens).missing is Miss.OBJECT_LOST
         assert not files[5].exists()
         assert load(second, tokens) == 80
         store(first, tokens)  # computed again, it comes back
@@ -467,10 +468,10 @@ def test_a_shared_tier_that_hangs_or_fails_is_a_counted_miss(arena_root, monkeyp
             patch.setattr(files, "open", hang)
             with soon():
                 got = load(client, tokens)
-            assert got.miss in {Miss.UNREACHABLE, Miss.DEADLINE}
+            assert got.miss in {Miss.STORAGE_FAILED, Miss.DEADLINE}
             assert got.outcomes[1:] == (Miss.BEHIND_MISS,) * 7
             go_on.set()
-            assert load(client, tokens).miss is Miss.UNREACHABLE
+            assert load(client, tokens).miss is Miss.STORAGE_FAILED
         wait_for_condition(lambda: not rig.status(0).avoided, "the shared tier answers")
         assert load(client, tokens) == 128
 

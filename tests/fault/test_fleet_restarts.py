@@ -380,3 +380,24 @@ def test_a_manager_of_an_earlier_life_is_not_believed(arena_root):
 
         assert rig.run(speak()) is Applied.STALE_EPOCH
         assert load(reader, tokens).outcomes == (Source.PEER,) * 6
+
+
+def test_the_arena_goes_with_its_node_whatever_takes_long(arena_root, tmp_path, monkeypatch):
+    """Whoever stops a fleet kills its managers after some seconds: what is left then nobody frees."""
+    reading, end = threading.Event(), threading.Event()
+
+    def read_long(*_: object) -> None:
+        reading.set()
+        end.wait()
+
+    monkeypatch.setattr("kvfleet.node.catalog.CatalogBook.open", read_long)
+    monkeypatch.setattr("kvfleet.node.node._WORKS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvfleet.node.node._FINISH_TIMEOUT_S", 0.3)
+    with Rig(arena_root, shared_url=f"file://{tmp_path}/shared") as rig:
+        assert reading.wait(10)
+        node = rig.part(0)
+        store(rig.client(SPEC), prompt(2))
+        rig.run(rig.managers.pop(0).shutdown())
+        assert not node.home.directory.exists()
+        assert node.home.arena.records.live()  # it is mapped as long as something may still use it
+        end.set()

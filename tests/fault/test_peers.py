@@ -258,10 +258,10 @@ def test_a_shared_tier_that_hangs_is_left_alone(arena_root, monkeypatch):
         rig.run(drop())
         with monkeypatch.context() as patch:
             patch.setattr(rig.part(0).shared._objects._fs, "open", hang)
-            assert load(client, prompts[0]).miss is Miss.UNREACHABLE
+            assert load(client, prompts[0]).miss is Miss.STORAGE_FAILED
             assert avoided(rig, 0) == ("shared",)
             for tokens in prompts[1:]:
-                assert load(client, tokens).miss is Miss.UNREACHABLE
+                assert load(client, tokens).miss is Miss.STORAGE_FAILED
             assert len(opened) <= 4  # what the first load had asked for at once, and probes
             go_on.set()
         wait_for(lambda: not avoided(rig, 0), "it answers")

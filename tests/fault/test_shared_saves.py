@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvfleet.config import MIB
+from kvfleet.config import MIB, DriveConfig
 from kvfleet.core import postponed
 from kvfleet.core.block import split
 from kvfleet.core.placement import Transfer
@@ -127,6 +127,38 @@ def test_a_block_that_another_node_has_saved_makes_room_without_being_written(
         assert written == dict.fromkeys(split(SPEC.keys(prompt(20))), 1)
 
 
+def objects(root: Path) -> int:
+    return len(list(root.glob("*/*/*.arrow")))
+
+
+def test_a_capped_tier_gets_nothing_again_for_being_read_from_a_drive(arena_root, tmp_path, written):
+    drive, shared = tmp_path / "drive", tmp_path / "shared"
+    drive.mkdir()
+    nvme = (DriveConfig(directory=str(drive), max_bytes=16 * MIB),)
+    settings = {"nvme": nvme, "shared_url": f"file://{shared}", "shared_bytes_max": MIB}
+    with Rig(arena_root, dram_bytes=MIB, **settings) as rig:
+        client, numbers, placement = rig.client(SPEC), range(6), rig.part(0).dram.placement
+        for number in numbers:
+            store(client, prompt(6, number))
+            wait_for(lambda: not placement.num_unsaved("nvme") and not placement.num_unsaved("shared"), "all is copied")
+        wait_for(lambda: objects(shared) <= 16, "what is too much is deleted")
+        before = written.total()
+        assert before >= 36
+        for number in (*numbers, *numbers):
+            loaded = load(client, prompt(6, number)).outcomes
+            assert loaded == (Source.NVME,) * 6
+            rig.run(rig.part(0).lower.drives.spiller.flush(5.0))  # sees what was read
+            wait_for(lambda: not placement.num_unsaved("shared"), "nothing waits")
+        assert written.total() == before
+
+        assert not path_of(shared, 0, prompt(6, 0)).exists()
+        for source in (Source.NVME, Source.DRAM):
+            assert load(client, prompt(6, 0)).outcomes == (source,) * 6
+            rig.run(rig.part(0).lower.drives.spiller.flush(5.0))
+        rig.part(0).saver.wake()
+        wait_for(lambda: written.total() == before + 6, "what is used again is written again")
+
+
 def test_what_a_node_that_died_was_to_write_is_written_by_another(arena_root, tmp_path, monkeypatch):
     write, over = SharedTier.write, threading.Event()
     with Rig(arena_root, 2, shared_url=f"file://{tmp_path}") as rig:
@@ -158,7 +190,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("spoil", "miss"), [(damage, Miss.CORRUPT), (Path.unlink, Miss.EVICTED)])
+@pytest.mark.parametrize(("spoil", "miss"), [(damage, Miss.CORRUPT), (Path.unlink, Miss.OBJECT_LOST)])
 def test_a_copy_that_is_gone_or_bad_is_made_again_by_who_holds_the_block(arena_root, tmp_path, written, spoil, miss):
     with Rig(arena_root, 3, shared_url=f"file://{tmp_path}") as rig:
         store(rig.client(SPEC), prompt(6))

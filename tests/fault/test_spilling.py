@@ -43,7 +43,7 @@ class Drives:
         self.now = self.most = 0
         self.num_working = 1
 
-    def admits(self, num_bytes: int, uses: int) -> bool:
+    def admits(self, num_bytes: int, uses: int, _expected_uses: float | None = None) -> bool:
         assert num_bytes == NUM_BYTES
         return self.takes or uses > 0
 
@@ -79,7 +79,7 @@ class Setting:
         self.moved = 0
         self.spiller.on_moved = self._count
 
-    def gate(self, num_bytes: int, uses: int) -> bool:
+    def gate(self, num_bytes: int, uses: int, _expected_uses: float | None) -> bool:
         return self.spiller.takes(num_bytes, uses)
 
     def _count(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvfleet.config import MIB
 from kvfleet.core.block import BlockKey
-from kvfleet.core.placement import LowerTier, NewBlock, Placement, Restored, Transfer
-from kvfleet.core.policies.lru import LeafFirstLRU
+from kvfleet.core.placement import Gate, LowerTier, NewBlock, Placement, Restored, Transfer
+from kvfleet.core.policies import POLICIES
 from kvfleet.core.slabs import SlabMap
 
 NUM_UNITS = 24
@@ -65,10 +65,10 @@ class PlacementMachine(RuleBasedStateMachine):
 
     def make(self) -> None:
         self.slabs = SlabMap(NUM_UNITS * MIB, MIB, NUM_SLOTS, self.table.__setitem__)
-        self.placement = Placement(self.slabs, LeafFirstLRU, lower={tier: self.gate(tier) for tier in self.lower})
+        self.placement = Placement(self.slabs, POLICIES["lru"], lower={tier: self.gate(tier) for tier in self.lower})
 
-    def gate(self, tier: LowerTier) -> Callable[[int, int], bool]:
-        return lambda _, uses: uses >= self.uses_needed[tier]
+    def gate(self, tier: LowerTier) -> Gate:
+        return lambda _, uses, _expected: uses >= self.uses_needed[tier]
 
     # --- what callers do
 
@@ -144,12 +144,12 @@ class PlacementMachine(RuleBasedStateMachine):
         return any(held.committed is committed for held in self.model.values())
 
     @precondition(lambda self: self.has(committed=False))
-    @rule(data=st.data(), many=st.booleans())
-    def commit(self, data: Any, many: bool) -> None:
+    @rule(data=st.data(), many=st.booleans(), brought=st.booleans())
+    def commit(self, data: Any, many: bool, brought: bool) -> None:
         self.now += 0.25
         pending = [record for record, held in self.model.items() if not held.committed]
         for key, shard in pending if many else [data.draw(st.sampled_from(pending))]:
-            self.placement.commit(key, shard, self.now)
+            self.placement.commit(key, shard, self.now, brought=brought)
             self.model[key, shard].committed = True
 
     @precondition(lambda self: self.has(committed=False))
@@ -225,7 +225,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def save_all(self, data: Any) -> None:
         tier = data.draw(st.sampled_from(self.lower))
-        self.placement.requeue(tier)
+        self.placement.requeue(tier, every=True)
         busy = {(t.key, t.shard) for t in self.transfers if t.tier == tier}
         missing = {r for r, held in self.model.items() if held.committed and tier not in held.saved and r not in busy}
         assert self.placement.num_unsaved(tier) == len(missing) + self.placement.num_in_transfer(tier)

@@ -145,7 +145,8 @@ def serving() -> Iterator[Serving]:
         ray.init(address=cluster.address, log_to_driver=False)
         port = _free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        fleet = kvfleet.start(FleetConfig(name=f"serve-{secrets.token_hex(4)}", dram_bytes=256 * MIB))
+        name = f"serve-{secrets.token_hex(4)}"
+        fleet = kvfleet.start(FleetConfig(name=name, dram_bytes=256 * MIB, plan_loads=False))
         fleet.up()
         serving = Serving(cluster, port, fleet)
         yield serving

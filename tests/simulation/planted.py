@@ -329,7 +329,7 @@ def a_transfer_is_not_completed_when_its_write_fails(patch):
 @bug
 def a_block_whose_write_failed_is_not_tried_again(patch):
     patch.setattr(Postponed, "take_due", lambda self, now: [])
-    patch.setattr(Saver, "_retry_all", lambda self: None)
+    patch.setattr(Saver, "_retry_all", lambda self, **_: None)
 
 
 @bug

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvfleet.node.messages import Namespace, ReserveRequest
 from kvfleet.testing import LocalFleet
@@ -54,3 +55,35 @@ def test_transfers_that_a_late_reservation_asked_for_end():
             return answer.future.result().refused, node.tier.dram.placement.in_transfer
 
         assert fleet.run(story) == (4, 0)
+
+
+def flushed(mood, comes_back_s=None):
+    """What a flush of 4 blocks says that has a minute, while the storage is in some mood, and its virtual seconds."""
+    with LocalFleet(1, 1) as fleet:
+
+        def story():
+            node = fleet.nodes[0]
+            fleet.storage.mood = mood
+            future = fleet.client(node, SPEC).start(lambda c: c.store(prompt(4), lambda index, view: None).wait(60.0))
+            assert wait(fleet.loop, future, 60.0)
+            if comes_back_s is not None:
+                fleet.loop.call_later(comes_back_s, setattr, fleet.storage, "mood", "well")
+            began, operator = fleet.now, Process(fleet.loop, "operator", node.host)
+            answer = operator.run(Handle(node.manager).flush.remote, 60.0)
+            assert wait(fleet.loop, answer.future, 70.0)
+            return answer.future.result(), fleet.now - began, node.tier.endpoint.recovers_s
+
+        return fleet.run(story)
+
+
+@pytest.mark.parametrize("mood", ["failing", "hanging", "full"])
+def test_a_flush_waits_for_a_tier_that_takes_nothing_as_long_as_one_needs_to_be_found_well(mood):
+    left, seconds, recovers_s = flushed(mood)
+    assert left == 4
+    assert recovers_s < seconds < recovers_s + 5.0 < 30.0
+
+
+def test_a_flush_goes_on_when_the_tier_comes_back():
+    left, seconds, recovers_s = flushed("failing", comes_back_s=8.0)
+    assert left == 0
+    assert seconds < recovers_s + 8.0

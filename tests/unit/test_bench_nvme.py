@@ -18,5 +18,5 @@ def test_writes_and_reads_beside_their_floors(tmp_path: Path, codec: str) -> Non
         assert [(row.name, row.moved_bytes) for row in rows] == [
             (name, 2 * MIB) for name in ("O_DIRECT write", "write", "O_DIRECT read", "read")
         ]
-        assert site.cpu_text().count(", ") == 3
+        assert site.cpu.text().count(", ") == 3
     assert list(tmp_path.iterdir()) == []

@@ -147,8 +147,10 @@ def test_all_shards_of_a_block_go_together():
 
 def test_no_more_blocks_are_marked_than_asked_for():
     catalog = filled(stored(*range(0, 1000, 100)))
-    catalog.shrink(0, 3)
-    assert len(deleting(catalog)) == 3
+    marked = catalog.shrink(0, 3)
+    assert split(marked) == deleting(catalog)
+    assert (len(marked), set(marked["deleting"].tolist())) == (3, {1})
+    assert len(catalog.shrink(10**9, 3)) == 0
     assert len(catalog.deleting(2)) == 2
 
 

@@ -55,7 +55,7 @@ def test_sizes_are_read(text, num_bytes):
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "4GB", "four"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4GB", "four", "9" * 400])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(typer.BadParameter, match="is no size"):
         parse_bytes(text)
@@ -173,6 +173,57 @@ def test_drives_are_given_to_the_fleet(monkeypatch):
     ]
 
 
+def up(*options: str) -> tuple[int, str]:
+    """Exit status and what is said of errors, in one line."""
+    done = CliRunner().invoke(app, ["up", *options], env={"COLUMNS": "200"})
+    return done.exit_code, " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--nvme-bytes 1TiB", "--nvme-bytes: is about drives, and there are none: name them by --nvme DIR"),
+        ("--nvme-dwpd 3", "--nvme-dwpd: is about drives, and there are none"),
+        ("--nvme /d --nvme /d", "--nvme: each drive once"),
+        ("--nvme /d --nvme-dwpd -1", "--nvme-dwpd of /d must be positive"),
+        ("--shared x", "--shared: needs a scheme"),
+        ("--dram-bytes 1", "--dram-bytes: must be at least 1 MiB"),
+        ("--shared s3://b --shared-codec gzip", "--shared-codec: raw, zstd"),
+        ("--name a/b", "--name: letters, digits"),
+    ],
+)
+def test_wrong_settings_are_named_as_they_were_typed(options, said):
+    code, shown = up(*options.split())
+    assert code == 1
+    assert said in shown
+
+
+def test_settings_that_nodes_refuse_are_named_as_they_were_typed(monkeypatch):
+    def start(config: FleetConfig, *, address: str) -> Any:
+        raise ConfigError("", "node abc: dram_bytes: does not fit into /dev/shm; node def: arena_root: not private")
+
+    monkeypatch.setattr("kvfleet.start", start)
+    assert "node abc: --dram-bytes: does not fit into /dev/shm; node def: --arena-root: not private" in up()[1]
+
+
+def test_a_drive_that_no_node_can_use_is_an_error(monkeypatch):
+    bad = replace(GONE, directory="/d0", problem="max_bytes: a drive needs 9 bytes at least, may take 1")
+    found = FLEET
+    monkeypatch.setattr("kvfleet.start", lambda config, address: SimpleNamespace(up=lambda: found))
+
+    def drives(*each: DriveStatus) -> FleetStatus:
+        nodes = (WELL, ODD, ILL)
+        return replace(FLEET, nodes=tuple(replace(node, drives=(one,)) for node, one in zip(nodes, each, strict=True)))
+
+    found = drives(bad, bad, bad)
+    code, shown = up("--nvme", "/d0")
+    assert code == 1
+    assert "the fleet is up, but this drive can be used on no node: /d0 (--nvme-bytes: a drive needs 9 bytes" in shown
+    for other in (drives(bad, replace(bad, works=True), bad), drives(bad, bad, replace(bad, tried=False)), FLEET):
+        found = other
+        assert up("--nvme", "/d0")[0] == 0
+
+
 def test_status_says_what_is_not_as_usual():
     assert list(notes(FLEET)) == [
         "bbbbbbbb: draining: it takes no stores; shared tier: timed out; does not ask cccccccc, shared: no answer; "
@@ -284,6 +335,20 @@ def test_a_request_is_shown_in_full():
         ["keys", f"{bytes(range(16)).hex()} to {bytes(range(16, 32)).hex()}"],
     ]
     assert "not, or not yet" in printed(explain.request_table(*FOUND[2]), 80)
+
+
+def test_a_plan_and_what_became_of_it_are_shown():
+    planned = replace(
+        REQUEST, miss=Miss.SLOWER_THAN_COMPUTE, load_s=0.06, planned_blocks=5, predicted_load_s=0.05,
+        predicted_ready_s=1.25, recompute_s=2.0, ready_s=1.5, reason="loading from shared takes 80 ms, computing 60 ms",
+    )  # fmt: skip
+    lines = printed(explain.request_table(NodeId("a" * 56), planned), 130).splitlines()
+    assert [re.split(r" {2,}", line.strip()) for line in lines][-5:-1] == [
+        ["lookup took", "2.00 ms"],
+        ["load took", "60.00 ms, 50.00 ms expected"],
+        ["plan", "5 blocks to load: loading from shared takes 80 ms, computing 60 ms"],
+        ["prompt", "ready after 1.50 s, 1.25 s expected, 2.00 s without the cache"],
+    ]
 
 
 @pytest.mark.parametrize("label", ["a[/b]", "[bold]x", ":warning:", "[link=x]"])

@@ -235,3 +235,13 @@ def test_what_is_forgotten_is_not_said_to_be_new() -> None:
     assert whys(directory, 1, 2, 3, 9) == [Miss.EVICTED, Miss.EVICTED, Miss.EVICTED, Miss.NEVER_STORED]
     tell(directory, A, 3, removed=records(4))
     assert whys(directory, 1, 4, 9) == [Miss.UNKNOWN, Miss.EVICTED, Miss.UNKNOWN]
+
+
+def test_what_the_shared_tier_has_lost_is_told_from_what_had_to_make_room() -> None:
+    directory = young(A)
+    directory.apply(Delta(A, 1, 1, added=records(1, 2, 3), shared_added=records(1, 2, 3)))
+    directory.apply(Delta(A, 1, 2, removed=records(1, 2, 3)))
+    directory.apply(Delta(A, 1, 3, shared_removed=records(1, 2), shared_lost=records(1)))
+    assert whys(directory, 1, 2) == [Miss.OBJECT_LOST, Miss.EVICTED]
+    directory.apply(Delta(A, 1, 4, shared_added=records(3), shared_lost=records(3)))  # written again since it was lost
+    assert directory.locate(key(3), 0, 1) == [Run(0, 1, (), True)]

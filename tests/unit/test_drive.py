@@ -21,7 +21,7 @@ from kvfleet.config import KIB, MIB, DriveConfig
 from kvfleet.core.block import BlockKey
 from kvfleet.core.placement import NewBlock
 from kvfleet.core.slabs import SlabMap
-from kvfleet.core.writebudget import Moment
+from kvfleet.core.writebudget import BudgetState, Moment
 from kvfleet.errors import ConfigError, CorruptBlockError, TierFullError, TierUnavailableError
 from kvfleet.node.drive import Drive, Opening, pages
 from kvfleet.node.driveentry import Entry
@@ -460,6 +460,32 @@ def test_smaller_caps_step_by_step(directory: Path, num_bytes: int, seed: int) -
         check(drive, left, num_bytes)
         assert disk_bytes(directory) <= cap
     assert cap < 8 * MIB
+
+
+def test_what_is_written_to_open_a_drive_counts_for_its_budget(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = open_drive(directory)
+    index_bytes_at_first = (directory / "index" / "data.mdb").stat().st_size
+    assert drive.budget.total_bytes >= index_bytes_at_first - 64 * KIB
+    numbers = fill(drive, 300 * KIB)
+    before = drive.budget.total_bytes
+    state = drive.budget.state(Moment("boot", 1.0, 1.0), closing=True)
+    drive.apply(budget=state)
+    drive.close()
+    copied: list[int] = []
+    write = DriveFile.write
+
+    def counted(file: DriveFile, offset: int, data: np.ndarray) -> None:
+        copied.append(len(data))
+        write(file, offset, data)
+
+    monkeypatch.setattr(DriveFile, "write", counted)
+    again = open_drive(directory, 12 * MIB)
+    assert 0 < len(copied) < len(numbers)
+    assert again.budget.total_bytes == before + sum(copied)
+    assert BudgetState.from_json((again._index.note("budget") or b"").decode()).total_bytes >= before + sum(copied)
+    again.close()
 
 
 def test_a_smaller_cap_with_many_sizes(directory: Path, seed: int) -> None:

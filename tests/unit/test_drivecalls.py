@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from random import Random
 
 import pytest
 
@@ -59,34 +61,55 @@ def test_a_read_that_was_begun_ends_before_its_caller() -> None:
     play(work)
 
 
-@pytest.mark.parametrize("in_between", [False, True])
-def test_after_a_failure_nothing_is_begun(monkeypatch: pytest.MonkeyPatch, in_between: bool) -> None:
+@pytest.mark.parametrize("num_begun", [0, 1])
+def test_after_a_failure_nothing_is_begun(num_begun: int) -> None:
     async def work() -> None:
         calls, begun = DriveCalls(1), []
-        lane = calls._lanes["read"]
-        next_one = lane.next
-
-        def turn() -> None:
-            next_one()
-            calls.fail("it failed")  # after its turn has come, before it begins
-
-        if in_between:
-            monkeypatch.setattr(lane, "next", turn)
         reads = [asyncio.ensure_future(calls.read(lambda: begun.append(sleep(10)))) for _ in range(3)]
-        await asyncio.sleep(5)
-        if not in_between:
-            calls.fail("it failed")
+        await asyncio.sleep(5 if num_begun else 0)
+        calls.fail("it failed")
         results = await asyncio.gather(*reads, return_exceptions=True)
-        assert len(begun) == 1
-        assert results[0] is None
-        assert all(isinstance(result, TierUnavailableError) for result in results[1:])
+        assert len(begun) == num_begun
+        assert results[:num_begun] == [None] * num_begun
+        assert all(isinstance(result, TierUnavailableError) for result in results[num_begun:])
         with pytest.raises(TierUnavailableError, match="it failed"):
             await calls.index(lambda: None)
-        assert calls.num_reads == 0
         await calls.idle()
+        assert calls.num_reads == 0
         await calls.close(lambda: None)
 
     play(work)
+
+
+def test_whoever_is_cancelled_is_told_so_also_if_the_drive_fails() -> None:
+    async def work() -> None:
+        calls = DriveCalls(1)
+        reads = [asyncio.ensure_future(calls.read(lambda: sleep(10))) for _ in range(2)]
+        await asyncio.sleep(1)
+        calls.fail("it failed")
+        reads[1].cancel()
+        reads[0].cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+        assert [read.cancelled() for read in reads] == [True, True]
+
+    play(work)
+
+
+def test_threads_take_what_waits_and_what_comes_as_they_end() -> None:
+    async def work() -> None:
+        calls, random = DriveCalls(2), Random(1)
+        for _ in range(300):
+            reads = [asyncio.ensure_future(calls.read(partial(id, number))) for number in range(random.randrange(5))]
+            for read in reads:
+                if random.random() < 0.2:
+                    await asyncio.sleep(0)
+                    read.cancel()
+            await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 10)
+        await calls.idle()
+        await calls.close(lambda: None)
+        assert (calls.num_reads, calls.oldest()) == (0, None)
+
+    asyncio.run(work())
 
 
 def test_what_shows_signs_of_life_is_not_old() -> None:

@@ -27,6 +27,8 @@ RINGS = {
     "kvfleet.bench": 3,
     "kvfleet.cli": 3,
     "kvfleet.connectors": 3,
+    "kvfleet.sim": 3,
+    "kvfleet.sizing": 3,
     "kvfleet.testing": 3,
 }
 
@@ -50,6 +52,7 @@ MAY_IMPORT_RAY = {
     "kvfleet.bench.directory",
     # These two start raylets on this machine and place work on each.
     "kvfleet.bench.peer",
+    "kvfleet.bench.planner",
     "kvfleet.bench.vllm",
     "kvfleet.cli.demo_cluster",
     # The simulated fleet takes Ray's place, and raises its errors.

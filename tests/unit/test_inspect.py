@@ -201,6 +201,57 @@ def test_what_is_not_there(what, said):
     assert shown.count("\n") == 1
 
 
+def test_parts_of_a_shared_tier(block_file, manifests):
+    for what, said in (
+        (manifests, "the manifests of a shared tier"),
+        (block_file.parents[1], "the blocks of one model and tenant"),
+        (block_file.parent, "some of the blocks of a shared tier"),
+    ):
+        code, shown = inspect(what)
+        assert (code, said in " ".join(shown.split())) == (0, True), shown
+    assert re.search("manifests +1\n", inspect(manifests)[1])
+    assert re.search("objects +1, ", inspect(block_file.parent)[1])
+    (manifests / "CURRENT").unlink()
+    assert "gone: they are not in use" in inspect(manifests)[1]
+
+
+def test_arenas_and_what_is_beside_them(tmp_path):
+    home = tmp_path / f"kvfleet-{os.geteuid()}"
+    home.mkdir(mode=0o700)
+    for fleet in ("one", "two"):
+        with ArenaBlocks(home / fleet, BLOCK, 2 * MIB) as tier:
+            write(tier, 1)
+    lock = FileLock(home / "two" / "lock")
+    assert lock.acquire(0)
+    for what in (home, tmp_path):
+        code, shown = inspect(what)
+        assert code == 0
+        assert "the arenas of 2 nodes" in " ".join(shown.split())
+        assert re.search("arena +.*/one, .* in use by no manager\n", shown)
+        assert re.search("arena +.*/two, .* in use by a manager\n", shown)
+    lock.release()
+    node = home / "two"
+    (node / "node.json").write_text('{"fleet": "f1", "raylet_pid": 7}')
+    (node / "namespaces").mkdir(exist_ok=True)
+    (node / "namespaces" / "00000.json").write_text(json.dumps({"id": "ab" * 16, "layout": "{}"}))
+    (node / "namespaces" / "00001.json").write_text("[")
+    for what, said in (
+        ("lock", "the lock that its manager holds"),
+        ("node.json", "fleet f1"),
+        ("namespaces", "files 2"),
+        ("namespaces/00000.json", f"id {'ab' * 16}"),
+        ("namespaces/00001.json", "damaged: it is no JSON object"),
+    ):
+        code, shown = inspect(node / what)
+        assert (code, said in " ".join(shown.split())) == (0, True), shown
+        assert "a part of a node's arena directory" in " ".join(shown.split())
+
+
+def test_an_empty_directory(tmp_path):
+    code, shown = inspect(tmp_path)
+    assert (code, shown.strip().endswith(": an empty directory")) == (1, True)
+
+
 def test_what_is_not_ours(tmp_path):
     path = tmp_path / "notes"
     path.write_text("a list")

@@ -197,3 +197,66 @@ def test_the_parent_of_a_block_is_known() -> None:
     node = Node(2)
     node.store([1, 2])
     assert (node.placement.parent(block_key(2)), node.placement.parent(block_key(1))) == (block_key(1), None)
+
+
+def test_what_a_load_has_brought_goes_to_the_shared_tier_when_it_is_used_once_more() -> None:
+    node = Node(4, lower=BOTH)
+    for number in (1, 2):
+        assert len(node.ask([number]).grants) == 1
+        node.placement.commit(block_key(number), 0, node.clock.now(), brought=True)
+    node.placement.saved(block_key(2), 0, "nvme")  # it came from there
+    assert (numbers(saves(node, "nvme")), saves(node, "shared")) == ([1], [])
+    node.touch(1, 2)  # read by the engine that has loaded them
+    assert saves(node, "shared") == []
+    node.placement.requeue("shared")  # the tier works again
+    assert numbers(saves(node, "shared")) == [1, 2]
+
+
+def test_what_a_load_has_brought_goes_to_the_drives_in_the_order_of_its_prefix_however_it_came() -> None:
+    node = Node(8, lower=["nvme"])
+    node.ask([1, 2, 3, 4, 5])
+    for number in (5, 3, 1, 4, 2):
+        node.placement.commit(block_key(number), 0, node.clock.now(), brought=True)
+    assert [number_of(save.key) for save in node.placement.next_saves("nvme", 8 * MIB)] == [1, 2, 3, 4, 5]
+
+
+def test_what_a_load_has_brought_is_saved_before_it_has_to_go_and_on_demand() -> None:
+    node = Node(2, lower=["shared"])
+    for number in (1, 11):
+        node.ask([number])
+        node.placement.commit(block_key(number), 0, node.clock.now(), brought=True)
+    node.placement.requeue("shared")
+    assert saves(node, "shared") == []
+    [transfer] = node.ask([21]).transfers
+    assert (transfer.kind, transfer.key) == ("demote", block_key(1))
+    node.placement.requeue("shared", every=True)
+    assert numbers(saves(node, "shared")) == [11]
+
+
+def test_a_tier_that_drops_a_copy_gets_it_again_with_the_second_use() -> None:
+    node = Node(2, lower=BOTH)
+    node.store([1])
+    saved(node, *BOTH)
+    node.placement.lost(block_key(1), 0, "shared", again=False)
+    node.touch(1)
+    assert saves(node, "shared") == []
+    node.touch(1)
+    assert numbers(saves(node, "shared")) == [1]
+    assert saves(node, "nvme") == []
+
+
+def test_what_waits_for_a_copy_below_is_told_from_what_no_tier_took() -> None:
+    node = Node(4, lower=BOTH)
+    node.store([1, 2, 3, 4])
+    assert node.placement.num_waiting([]) == 4
+    saved(node, "nvme")
+    assert (node.placement.num_waiting([]), node.placement.num_unsaved("shared")) == (0, 4)
+    for number in (1, 2, 3):
+        node.placement.lost(block_key(number), 0, "nvme", again=False)
+    [first, *_] = saves(node, "shared", MIB)
+    assert node.placement.num_waiting([]) == 3  # one is on its way
+    node.placement.complete(first, ok=False, again=False)
+    assert (node.placement.num_waiting([]), node.placement.num_waiting([(block_key(1), 0)])) == (2, 3)
+    node.refusing = {"shared"}
+    assert saves(node, "shared") == []
+    assert (node.placement.num_waiting([]), node.placement.unsaved(*BOTH)) == (0, (3, 3 * MIB))

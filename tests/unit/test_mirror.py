@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,6 +186,15 @@ def test_the_table_grows_with_the_drives(tmp_path):
     whole = found.f_blocks * found.f_frsize // MIB
     assert num_drive_records((drive(),)) == min(max(whole, 4096), 4_000_000)
     assert num_drive_records((drive(directory="/nowhere"), drive(directory="$NOT_SET/x"))) == 4096
+
+
+def test_a_drive_that_hangs_does_not_keep_a_manager_from_starting(tmp_path, monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr("kvfleet.node.mirror._MEASURING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(os, "statvfs", lambda _: answer.wait())
+    hung = DriveConfig(directory=str(tmp_path))
+    assert num_drive_records((hung, DriveConfig(directory="/x", max_bytes=10 * GIB), hung)) == 10240
+    answer.set()
 
 
 def test_an_arena_without_drives_has_no_table_of_them(tmp_path):

@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvfleet.config import KIB, MIB
+from kvfleet.config import KIB, MIB, DriveConfig, FleetConfig
 from kvfleet.errors import CorruptBlockError, TierFullError, TierUnavailableError
 from kvfleet.node.drive import pages
 from kvfleet.node.driveindex import DriveIndex
+from kvfleet.node.drivewriter import _BATCHES
+from kvfleet.node.nvme import NvmeTier
 from kvfleet.testing.blocking import pause
 from kvfleet.testing.loop import VirtualLoop
 from tests.drives import (
     CAP,
     SIZE,
+    Rig,
     attempt,
     block_of,
     disk_bytes,
@@ -219,6 +222,27 @@ def test_shards_of_a_block_have_slots_of_one_size_however_small_they_are_coded(a
     play(work)
 
 
+def test_shards_that_come_together_get_slots_for_the_largest_of_them(arena_root: Path) -> None:
+    async def work() -> None:
+        async with running(settings(drive_directories(arena_root), nvme_codec="zstd")) as rig:
+            blocks = [block_of(1), block_of(1)]
+            blocks[1][:] = np.frombuffer(np.random.default_rng(1).bytes(SIZE), "u1")
+            stored = [
+                replace(stored_of(1, shard=shard), checksum=xxhash.xxh3_64_intdigest(block.data))
+                for shard, block in enumerate(blocks)
+            ]
+            writes = [rig.tier.write(one, None, block, 1, lambda: True) for one, block in zip(stored, blocks)]  # noqa: B905
+            assert await asyncio.gather(*writes) == [True, True]
+            entries = [rig.tier._bays[0].entry(key_of(1) + bytes([shard, 0])) for shard in range(2)]
+            assert [entry is not None and entry.codec for entry in entries] == [1, 0]  # what does not shrink is raw
+            for shard, block in enumerate(blocks):
+                target = pages(SIZE)
+                await rig.tier.read(key_of(1), shard, target, 1)
+                assert (target == block).all()
+
+    play(work)
+
+
 def test_what_is_dropped_is_gone_for_good(arena_root: Path) -> None:
     async def work() -> None:
         config = settings(drive_directories(arena_root))
@@ -230,6 +254,42 @@ def test_what_is_dropped_is_gone_for_good(arena_root: Path) -> None:
         async with running(config) as rig:
             assert await rig.check(range(4)) == {0, 2, 3}
             assert await rig.write(1)
+
+    play(work)
+
+
+def test_what_is_dropped_while_its_drive_is_out_goes_when_it_is_back(arena_root: Path) -> None:
+    (directory,) = drive_directories(arena_root)
+
+    async def work() -> None:
+        async with running(settings([directory])) as rig:
+            await rig.write_all(range(4))
+            away = directory.rename(arena_root / "away")
+            await asyncio.sleep(10)
+            assert rig.tier._bays[0].at_work is None
+            rig.tier.drop(key_of(1))
+            away.rename(directory)
+            await asyncio.sleep(61)
+            assert await rig.check(range(4)) == {0, 2, 3}
+
+    play(work)
+
+
+def test_a_drive_can_be_told_what_to_drop_before_it_was_ever_open(arena_root: Path) -> None:
+    (directory,) = drive_directories(arena_root)
+
+    async def work() -> None:
+        async with running(settings([directory])) as rig:
+            await rig.write_all(range(2))
+        away = directory.rename(arena_root / "away")
+        async with running(settings([directory])) as rig:
+            for number in range(1, 5000):
+                rig.tier.drop(key_of(number))
+            rig.tier.drop(key_of(1))
+            assert len(rig.tier._bays[0]._unwanted) < 5000
+            away.rename(directory)
+            await asyncio.sleep(61)
+            assert await rig.check(range(2)) == {0}
 
     play(work)
 
@@ -413,7 +473,7 @@ def test_an_index_without_room_is_a_full_tier_and_is_left_alone(
                 patch.setattr(DriveIndex, "apply", full)
                 rig.tier.drop(key_of(0))  # the index has to be told
                 await asyncio.sleep(20)
-                assert len(calls) <= 3
+                assert len(calls) <= _BATCHES
                 assert not await rig.write(5)
                 assert await rig.check(range(6)) == {1, 2, 3}
             await asyncio.sleep(20)
@@ -572,6 +632,38 @@ def test_a_drive_that_hangs_lets_go_of_all_it_can(arena_root: Path, monkeypatch:
     play(work)
 
 
+def test_a_drive_that_hangs_as_it_is_looked_over_is_told_so(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        async with running(settings(drive_directories(arena_root))) as rig:
+            await rig.write_all(range(3))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "preadv", lambda *_: pause(loop_of_test(), 1000))
+                begun = loop.time()
+                (report,) = await rig.tier.doctor(repair=False)
+                assert loop.time() - begun < 30
+                assert "no answer" in report.problem
+                await asyncio.sleep(1000)
+            await asyncio.sleep(61)
+            assert (await rig.tier.doctor(repair=False))[0].blocks == 3
+
+    play(work)
+
+
+def test_a_drive_that_takes_long_to_open_says_so(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setattr("kvfleet.node.drive.check_directory", lambda _: pause(loop_of_test(), 1000))
+        tier = NvmeTier((DriveConfig(directory=str(arena_root)),), FleetConfig())
+        run = asyncio.ensure_future(tier.run())
+        await tier.opened.wait()
+        (status,) = tier.status()
+        assert (status.works, status.tried, status.problem) == (False, False, "not open yet, since 30 s")
+        await tier.close()
+        run.cancel()
+
+    play(work)
+
+
 def test_closing_does_not_wait_for_a_drive_that_hangs(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         loop = asyncio.get_running_loop()
@@ -584,6 +676,29 @@ def test_closing_does_not_wait_for_a_drive_that_hangs(arena_root: Path, monkeypa
             await rig.tier.close()
             assert loop.time() - begun < 30
             read.cancel()
+
+    play(work)
+
+
+def test_a_drive_that_fails_as_its_tier_is_closed_is_not_opened_again(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        config = settings(drive_directories(arena_root))
+        rig = Rig(config, lambda key, present: None)
+        run = asyncio.ensure_future(rig.tier.run())
+        await rig.tier.opened.wait()
+
+        async def fail() -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(rig.tier._bays[0], "_end", fail)
+        await rig.tier.close()
+        assert isinstance((await asyncio.gather(run, return_exceptions=True))[0], RuntimeError)
+        await rig.tier.run()  # as whoever looks after it does when it fails
+        assert len(rig.tier._runs) == 3
+        assert all(run.done() for run in rig.tier._runs)
+        await rig.tier._bays[0]._close()
 
     play(work)
 

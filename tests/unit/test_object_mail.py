@@ -273,6 +273,30 @@ def test_that_a_deleted_object_is_there_is_believed_of_the_keeper_alone():
     run(work)
 
 
+def test_what_one_deletes_who_is_the_keeper_no_more_is_still_there():
+    async def work(service: DirectoryService) -> None:
+        await say(service, A, 1, added=records(1), shared_added=records(1, 2, 3))
+        gone = await say(service, B, 1, shared_removed=records(1, 2, 3), shared_dropped=records(1, 2))
+        assert (gone.dropped, (await say(service, A, 2)).dropped) == (b"", b"")
+        assert (await service.claim(A, records(1, 2, 3))).saved == records(1, 2)
+        page = await service.objects(ask(A))
+        assert page is not None
+        assert page.rows == gone_rows(records(3))
+        await say(service, B, 2, shared_added=records(1, 2, 3))
+        assert (await service.claim(A, records(1, 2, 3))).saved == records(1, 2, 3)
+
+    run(work)
+
+
+def test_a_claim_that_is_given_back_is_anothers():
+    async def work(service: DirectoryService) -> None:
+        assert (await service.claim(A, records(1, 2))).taken == b""
+        await say(service, A, 1, unclaimed=records(1))
+        assert (await service.claim(B, records(1, 2))).taken == records(2)
+
+    run(work)
+
+
 def test_who_holds_what_the_keeper_deletes_is_told():
     async def work(service: DirectoryService) -> None:
         await say(service, A, 1, added=records(1, 2))

@@ -125,7 +125,7 @@ def test_down_says_what_was_saved(monkeypatch):
     assert done.stdout == (
         "2 blocks saved\nfleet x is stopped: 1 manager and its directory; 64.0 MiB of memory are free again\n"
     )
-    assert done.stderr == "1 block could not be saved in time\n"
+    assert done.stderr == "saving 3 blocks\n1 block could not be saved in time\n"
 
 
 def test_what_is_left_of_a_silent_manager_is_said():
@@ -140,8 +140,24 @@ def test_what_is_left_of_a_silent_manager_is_said():
 def test_saving_is_a_bar_on_a_terminal():
     for terminal in (True, False):
         console = Console(force_terminal=terminal, width=60)
-        with console.capture() as capture, Saving(console) as saving:
+        with console.capture() as capture, Saving(console, list) as saving:
             for left in (1200, 800):
                 saving.show(left)
         assert saving.first == 1200
         assert ("400/1200" in capture.get()) is terminal
+        assert ("saving 1,200 blocks\n" in capture.get()) is not terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_saving_that_does_not_get_on_says_why(monkeypatch, terminal):
+    at = [0.0]
+    monkeypatch.setattr("kvfleet.cli.down.time", SimpleNamespace(monotonic=lambda: at[0]))
+    console = Console(force_terminal=terminal, width=200)
+    with console.capture() as capture, Saving(console, lambda: ["shared: read-only"]) as saving:
+        for left in (5, 5, 5, 5, 4, 4, 4, 4, 0, 0, 0, 0):
+            saving.show(left)
+            at[0] += 2.0
+    said = [line for line in capture.get().splitlines() if "left to save" in line]
+    assert [line.removeprefix("\x1b[2K") for line in said] == [
+        f"{left} blocks left to save: shared: read-only" for left in (5, 4)
+    ]

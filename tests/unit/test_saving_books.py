@@ -35,6 +35,17 @@ def test_a_claim_ends_with_its_time_or_its_node():
     assert len(claims) == 2
 
 
+def test_a_claim_that_is_given_back_is_another_nodes_at_once():
+    claims = Claims(100, 60.0)
+    assert claims.claim(A, R[:2], 0.0) == []
+    claims.give_back(B, R[:1])
+    assert claims.claim(B, R[:1], 1.0) == R[:1]
+    claims.give_back(A, R[:1])
+    assert claims.claim(B, R[:2], 2.0) == R[1:2]
+    claims.give_back(A, R[:1])  # late: it is another's now
+    assert claims.claim(A, R[:1], 3.0) == R[:1]
+
+
 def test_a_claim_that_is_repeated_lasts_from_then_on():
     claims = Claims(100, 60.0)
     claims.claim(A, R[:2], 0.0)

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvfleet.config import FleetConfig
 from kvfleet.core.block import BlockKey
 from kvfleet.errors import ConfigError, CorruptBlockError, LayoutMismatchError, TierUnavailableError
 from kvfleet.node import s3
+from kvfleet.node.listing import listed_rows
 from kvfleet.node.messages import Namespace
 from kvfleet.node.objects import ObjectStore
 from kvfleet.node.shared import SharedTier
@@ -124,6 +126,25 @@ def test_another_layout_under_the_same_name_is_refused_and_left(tier: SharedTier
     assert records(*tier.list(10)) == {(key_of(0), 0)}
 
 
+def test_a_much_longer_block_of_another_layout_is_left_too(tier: SharedTier):
+    """It is not read to its end, so whether it is sound is not known: only that it is not ours to judge."""
+    longer = Namespace(NAMESPACE.namespace_id, '{"dtype":"float16"}')
+    tier.write(longer, 1, key_of(0), 0, *block_of(key_of(0), 400_000))
+    target = np.zeros(4099, np.uint8)
+    with pytest.raises(LayoutMismatchError, match="float16"):
+        tier.read(NAMESPACE, 1, key_of(0), 0, target)
+    assert not target.any()
+    assert records(*tier.list(10)) == {(key_of(0), 0)}
+    path = tier.path(NAMESPACE.namespace_id, key_of(0), 0, 1)
+    data = tier.objects.get(path, 1 << 20)
+    assert data is not None
+    for other in (data + bytes(400_000), b"x" * 400_000):  # nor is it the block that its name says
+        tier.objects.put(tier.path(NAMESPACE.namespace_id, key_of(1), 0, 1), other)
+        with pytest.raises(CorruptBlockError):
+            tier.read(NAMESPACE, 1, key_of(1), 0, target)
+    assert records(*tier.list(10)) == {(key_of(0), 0)}
+
+
 def test_bytes_that_changed_before_the_write_are_not_published(tier: SharedTier):
     data, checksum = block_of(key_of(0))
     with pytest.raises(CorruptBlockError):
@@ -165,6 +186,18 @@ def test_listing_passes_over_what_is_not_a_block(tmp_path: Path):
     (tmp_path / "not-a-namespace").mkdir()
     (tmp_path / ("ab" * 16)).write_bytes(b"a file where a namespace could be")
     assert records(*tier.list(100)) == {(key_of(0), 0)}
+
+
+def test_what_is_listed_was_used_last_when_it_was_stored(tmp_path: Path):
+    tier, now_s = SharedTier(f"file://{tmp_path}", {}, timeout_s=10), time.time()
+    for number, modified_s in enumerate((1000.5, now_s + 500.0)):  # the clock of the storage is ahead
+        tier.write(NAMESPACE, 1, key_of(number), 0, *block_of(key_of(number)))
+        os.utime(tmp_path / tier.path(NAMESPACE.namespace_id, key_of(number), 0, 1), (modified_s, modified_s))
+    rows = np.concatenate(list(listed_rows(tier, 100)))
+    used = dict(zip(rows["key"].tolist(), rows["last_used"].tolist(), strict=True))
+    assert used[key_of(0)] == 1_000_500
+    assert 1000 * now_s - 1 <= used[key_of(1)] < 1000 * (now_s + 500.0)
+    assert np.array_equal(rows["stored_at"], rows["last_used"])
 
 
 def test_a_half_written_file_is_not_listed_and_swept_when_old(tmp_path: Path):

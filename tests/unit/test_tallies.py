@@ -38,6 +38,12 @@ REQUEST = Request(
     from_nvme=5,
     miss=Miss.TOO_SLOW,
     load_s=1.5,
+    planned_blocks=6,
+    predicted_load_s=0.25,
+    predicted_ready_s=2.5,
+    recompute_s=4.0,
+    ready_s=3.0,
+    reason="loading from shared takes 80 ms, computing 60 ms",
     first_key=bytes(range(16)),
     last_key=bytes(range(16, 32)),
 )

@@ -20,6 +20,8 @@ from kvfleet.connectors.vllm.scheduling import Scheduling
 from kvfleet.connectors.vllm.scopes import Scope
 from kvfleet.core.block import KEY_BYTES, engine_keys, split
 from kvfleet.core.directory import NodeId, Run
+from kvfleet.core.hints import Hints
+from kvfleet.core.planner import Plan
 from kvfleet.errors import ConfigError
 from kvfleet.hits import PrefixHit, merge_runs
 from kvfleet.node.messages import Miss
@@ -48,6 +50,7 @@ class FakeClient:
     asked: list[tuple[int, int]] = field(default_factory=list)
     counted: list[tuple[int, int, int]] = field(default_factory=list)
     labels: set[str] = field(default_factory=set)
+    plans: list[Plan | None] = field(default_factory=list)
     fault: Miss | None = None
     hangs: bool = False
 
@@ -55,7 +58,8 @@ class FakeClient:
         self.labels.add(label)
         return self._hit(keys, start_block, self.here, ())
 
-    def count(self, hit: PrefixHit) -> None:
+    def count(self, hit: PrefixHit, plan: Plan | None = None, *, num_tokens: int = 0) -> None:
+        self.plans.append(plan)
         self.counted.append((hit.start_block, hit.num_blocks, hit.asked_blocks))
 
     def lookup_keys(self, keys: bytes, *, start_block: int = 0, label: str = "", counted: bool = True) -> PrefixHit:
@@ -105,6 +109,10 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     lora_request: Any = None
     skip_reading_prefix_cache: bool | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.block_hashes) * ENGINE_BLOCK + 1
 
 
 class Inline:
@@ -648,3 +656,53 @@ def test_work_is_done_in_the_background_and_faults_do_not_end_it():
         assert not thread.is_alive()
     assert (bad.done, bad.result, good.done, good.result) == (True, 1, True, 2)
     assert failures == ["lookup: no luck"]
+
+
+# hints
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"kvfleet": {"session": "chat", "turn": 2, "final": True, "priority": -1}},
+        {"kvfleet_session": "chat", "kvfleet_turn": 2, "kvfleet_final": True, "kvfleet_priority": -1},
+    ],
+)
+def test_saves_carry_the_hints_of_their_request(rig, params):
+    request = Request("r", hashes(8), kv_transfer_params=params)
+    admit(rig, request)
+    rig.scheduling.allocated(request, list(range(8)), 0)
+    (save,) = rig.scheduling.saves(step(new=[("r", 0, list(range(8)))], scheduled={"r": 128}))
+    assert save.hints == Hints.of("chat", turn=2, final=True, priority=-1)
+    assert rig.scheduling.hints.take("ignored") == {}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"kvfleet": "chat"},
+        {"kvfleet": ["session"]},
+        {"kvfleet": {"session": 7}},
+        {"kvfleet": {"session": "chat", "turn": -1}},
+        {"kvfleet": {"final": "yes"}},
+        {"kvfleet_priority": 17},
+    ],
+)
+def test_wrong_hints_are_ignored_counted_and_logged_once(rig, params, caplog):
+    for name in ("r", "s"):
+        request = Request(name, hashes(8), kv_transfer_params=params)
+        admit(rig, request)
+        rig.scheduling.allocated(request, list(range(8)), 0)
+        (save,) = rig.scheduling.saves(step(new=[(name, 0, list(range(8)))], scheduled={name: 128}))
+        assert save.hints == Hints()
+        rig.scheduling.finished(request)
+    assert rig.scheduling.hints.take("ignored") == {"ignored": 2}
+    assert len(caplog.records) == 1
+
+
+def test_hints_go_on_to_decode(rig):
+    hints = {"kvfleet": {"session": "chat"}, "kvfleet_turn": 3}
+    prefill = Request("p", hashes(8), kv_transfer_params={"do_remote_decode": True, "other": 1, **hints})
+    admit(rig, prefill)
+    params = rig.scheduling.finished(prefill)
+    assert params == {"do_remote_prefill": True, "do_remote_decode": False, "kvfleet_blocks": 0, **hints}

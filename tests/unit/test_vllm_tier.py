@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvfleet import BlockLayout, ModelSpec, PrefixHit
+from kvfleet import BlockLayout, Hints, ModelSpec, PrefixHit
 from kvfleet.connectors.vllm.tier_book import Chain, ChunkRun, LookupBook, Question
 from kvfleet.connectors.vllm.tier_transfers import Finished, Transfers, _MemoryClosedError
 from kvfleet.core.block import KEY_BYTES, engine_keys, split
@@ -170,6 +170,7 @@ class FakeClient:
     gone: set[bytes] = field(default_factory=set)
     asked: list[tuple[bytes, int]] = field(default_factory=list)
     prefixes: list[tuple[bytes, int]] = field(default_factory=list)
+    hints: list[Hints] = field(default_factory=list)
     broken: bool = False
     dropping: bool = False
     stuck: bool = False
@@ -203,7 +204,8 @@ class FakeClient:
             outcomes.append(Source.DRAM)
         return Loaded.of(outcomes, SPEC.layout)
 
-    def store_keys(self, keys: bytes, put: Any, *, start_block: int) -> StoreTask:
+    def store_keys(self, keys: bytes, put: Any, *, start_block: int, hints: Hints) -> StoreTask:
+        self.hints.append(hints)
         task = StoreTask()
         self.tasks.append(task)
         self.prefixes.append((keys, start_block))
@@ -339,7 +341,8 @@ class TestTransfers:
         assert rig.finished() == [(7, False, 2, 2, 2 * ROW_BYTES)]
 
     def test_a_store_of_several_runs_ends_with_the_last(self, rig: Rig) -> None:
-        rig.transfers.store(7, rig.chain.runs([A, C], [0, 1]))
+        rig.transfers.store(7, rig.chain.runs([A, C], [0, 1]), Hints(final=True))
+        assert set(rig.client.hints) == {Hints(final=True)}
         assert [len(keys) // KEY_BYTES - start for keys, start in rig.client.prefixes] == [1, 1]
         first, second = rig.client.tasks
         second.finish(StoreResult(already=1))

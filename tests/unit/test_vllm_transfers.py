@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
 from kvfleet.connectors.vllm.staging import Staging
 from kvfleet.connectors.vllm.transfers import Transfers
 from kvfleet.core.block import KEY_BYTES, split
+from kvfleet.core.hints import Hints
 from kvfleet.core.layout import BlockLayout
+from kvfleet.core.planner import Leg, Plan
 from kvfleet.hits import HitRun, Loaded, PrefixHit, StoreResult
 from kvfleet.node.messages import Miss, Outcome, Source
 from kvfleet.storing import StoreTask
@@ -71,10 +73,15 @@ class FakeClient:
     at_once: bool = True
     fail_stores: bool = False
     timeouts: list[float] = field(default_factory=list)
+    plans: list[Plan | None] = field(default_factory=list)
     stored: list[tuple[int, int]] = field(default_factory=list)
+    hints: list[Hints] = field(default_factory=list)
 
-    def load(self, hit: PrefixHit, into: Callable[[int, Bytes], None], timeout_s: float) -> Loaded:
+    def load(
+        self, hit: PrefixHit, into: Callable[[int, Bytes], None], timeout_s: float, *, plan: Plan | None
+    ) -> Loaded:
         self.timeouts.append(timeout_s)
+        self.plans.append(plan)
         outcomes: list[Outcome] = []
         for index in range(hit.start_block, hit.num_blocks):
             if index == self.stop_at:
@@ -88,7 +95,10 @@ class FakeClient:
     def absent(self, keys: bytes) -> npt.NDArray[np.bool_]:
         return np.array([key not in self.blocks for key in split(keys)], bool)
 
-    def store_keys(self, keys: bytes, put: Callable[[int, Bytes], None], *, start_block: int) -> StoreTask:
+    def store_keys(
+        self, keys: bytes, put: Callable[[int, Bytes], None], *, start_block: int, hints: Hints
+    ) -> StoreTask:
+        self.hints.append(hints)
         if self.fail_stores:
             raise OSError("no more threads")
         task, names = StoreTask(), split(keys)
@@ -154,6 +164,15 @@ def content(index: int) -> Bytes:
 
 def fill(rig: Rig, count: int) -> None:
     rig.client.blocks.update({key: content(index) for index, key in enumerate(split(keys(count)))})
+
+
+def test_a_load_is_paced_as_planned(rig):
+    fill(rig, 2)
+    plan = Plan(Leg(0, 2, 0.5, 0.1))
+    for one in (replace(load(2), plan=plan), load(2)):
+        rig.transfers.begin([one])
+        rig.ended()
+    assert rig.client.plans == [plan, None]
 
 
 def load(count: int, first: int = 0, request: str = "r", table: int = 10) -> Load:
@@ -303,6 +322,13 @@ def test_what_this_node_has_is_not_copied(rig):
         del rig.client.blocks[split(keys(5))[index]]
     rig.transfers.save([save(5)])
     assert rig.client.stored == [(1, 3), (4, 5)]
+
+
+def test_stores_carry_the_hints_of_their_save(rig):
+    rig.transfers.save([replace(save(3), hints=Hints.of("chat", turn=2)), save(2, request="s")])
+    assert rig.client.hints == [Hints.of("chat", turn=2)]
+    rig.transfers.save([save(4, 3)])
+    assert rig.client.hints[1:] == [Hints()]
 
 
 def test_more_than_the_buffers_hold_is_dropped_and_counted():

@@ -42,7 +42,10 @@ def model() -> Path:
 def running_fleet(**settings: Any) -> Iterator[Fleet]:
     """A fleet of the tests' own. At the end nothing may be wrong in its books, and nothing is left of it."""
     with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=SHARED_MEMORY) as root:
-        defaults: dict[str, Any] = {"name": secrets.token_hex(4), "dram_bytes": 512 * MIB, "arena_root": root}
+        # The models are so small that computing them is faster than most loads.
+        defaults: dict[str, Any] = {
+            "name": secrets.token_hex(4), "dram_bytes": 512 * MIB, "arena_root": root, "plan_loads": False,
+        }  # fmt: skip
         fleet = kvfleet.start(FleetConfig(**(defaults | settings)))
         fleet.up()
         yield fleet

@@ -209,7 +209,7 @@ def test_shared_storage_serves_a_restarted_fleet_and_goes_away(start_engine, mod
             before = engine.metrics()
             (answer,) = engine.ask([UNIQUE])
             assert answer.text == plain[UNIQUE].text
-            assert engine.stats().blocks[Miss.UNREACHABLE] == 1
+            assert engine.stats().blocks[Miss.STORAGE_FAILED] == 1
             assert engine.stats().num_bytes == {Source.SHARED: blocks * BLOCK_BYTES}
             metrics = engine.metrics()
             assert metrics[HITS] - before[HITS] == whole_blocks(answer) * BLOCK_TOKENS, "vLLM was promised them"

@@ -197,11 +197,12 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
         (spec,) = specs
         assert self._lookups is not None
         assert self._scheduling is not None
-        lookups = self._lookups
+        lookups, plans = self._lookups, self._scheduling.plans
         self._scheduling.limit(min(worker.step_blocks_max for worker in workers))
 
         def start(fleet: kvfleet.Fleet) -> None:
             clients = clients_of(fleet, spec, 0, self.faults.failed)
+            plans.start(clients.get(Scope()).planning)
             lookups.start(clients, lambda scope: spec_of(spec, scope).root, fleet.config.lookup_timeout_s)
 
         self._membership.join(start)
@@ -272,6 +273,8 @@ class KVFleetConnector(KVConnectorBase_V1, SupportsHMA):
         counts = Counter(self.faults.take())
         if self._transfers is not None:
             counts.update(self._transfers.take_counts())
+        if self._scheduling is not None:
+            counts.update(self._scheduling.hints.take("ignored_hints"))
         return FleetStats(dict(counts)) if counts else None
 
     @classmethod

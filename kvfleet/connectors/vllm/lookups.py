@@ -17,6 +17,7 @@ from kvfleet.connectors.vllm.adapters import Adapters
 from kvfleet.connectors.vllm.background import Background, Job
 from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
 from kvfleet.core.block import KEY_BYTES, engine_keys
+from kvfleet.core.planner import Plan
 from kvfleet.errors import KvFleetError
 from kvfleet.hits import PrefixHit
 
@@ -40,6 +41,11 @@ class EngineRequest(Protocol):
     kv_transfer_params: dict[str, Any] | None
     lora_request: Any
     skip_reading_prefix_cache: bool | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, and of what was generated already."""
+        ...
 
 
 @dataclass(slots=True)
@@ -169,15 +175,20 @@ class Lookups:
         """Have the next `find` ask anew."""
         prompt.asked_blocks, prompt.hit, prompt.pending, prompt.ask_again_at = -1, None, None, None
 
-    def count(self, prompt: Prompt) -> None:
-        """The engine uses the answer: count it, of all that the prompt had in the queue. The first use counts."""
+    def count(self, prompt: Prompt, plan: Plan | None = None) -> None:
+        """The engine uses the answer: count it, of all that the prompt had in the queue. The first use counts.
+
+        Args:
+            prompt: whose answer.
+            plan: what is loaded of it; None: all.
+        """
         if prompt.counted or prompt.hit is None:
             return
         assert self._clients is not None
         assert prompt.scope is not None
         client = self._clients.ready(prompt.scope)
         if client is not None:
-            client.count(prompt.hit)
+            client.count(prompt.hit, plan, num_tokens=prompt.request.num_tokens)
             prompt.counted = True
 
     def _ask(self, prompt: Prompt) -> None:

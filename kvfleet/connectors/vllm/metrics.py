@@ -10,6 +10,7 @@ Counts are named `noun` or `noun:label`; every one of them is a total since the 
 | loaded_bytes | source | bytes that came |
 | saved_blocks, saved_bytes | | stored in the fleet |
 | dropped_blocks | reason | not stored: they cost a later recompute, nothing else |
+| ignored_hints | | requests whose hints were wrong |
 | errors | where | faults of ours that became misses |
 """
 
@@ -37,6 +38,7 @@ _METRICS = {
     "saved_blocks": ("", "Blocks stored in the fleet."),
     "saved_bytes": ("", "Bytes stored in the fleet."),
     "dropped_blocks": ("reason", "Blocks not stored in the fleet."),
+    "ignored_hints": ("", "Requests whose kvfleet hints were wrong and are ignored."),
     "errors": ("where", "Faults of the connector; each became a miss."),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfleet.connectors.vllm.scopes import Scope
+from kvfleet.core.hints import NO_HINTS, Hints
+from kvfleet.core.planner import Plan as LoadPlan
 from kvfleet.hits import PrefixHit
 
 __all__ = ["Load", "Plan", "Save"]
@@ -20,6 +22,7 @@ class Load:
         hit: the blocks that cover them; None if they cannot be had, so that the load has to fail.
         first: index in the prompt of the first engine block to fill; it may lie inside a block of the fleet.
         engine_blocks: vLLM's ids of the engine blocks to fill, in order.
+        plan: how the load of the hit is paced; None: it is not.
     """
 
     request_id: str
@@ -27,6 +30,7 @@ class Load:
     hit: PrefixHit | None
     first: int
     engine_blocks: tuple[int, ...]
+    plan: LoadPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Save:
         keys: of all blocks of the prefix up to the last of these, packed.
         start_block: the first of these.
         engine_blocks: vLLM's ids of their engine blocks, in order.
+        hints: of the request.
     """
 
     request_id: str
@@ -46,6 +51,7 @@ class Save:
     keys: bytes
     start_block: int
     engine_blocks: tuple[int, ...]
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

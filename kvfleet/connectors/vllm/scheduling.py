@@ -10,9 +10,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from kvfleet.connectors.vllm.loadplans import LoadPlans
 from kvfleet.connectors.vllm.lookups import EngineRequest, Lookups, Prompt
 from kvfleet.connectors.vllm.plan import Load, Save
+from kvfleet.connectors.vllm.requesthints import HINTS, RequestHints
 from kvfleet.connectors.vllm.scopes import Scope
+from kvfleet.core.hints import NO_HINTS, Hints
+from kvfleet.core.planner import Plan
 from kvfleet.hits import PrefixHit
 
 __all__ = ["Scheduling", "StepOutput"]
@@ -37,6 +41,8 @@ class _Tracked:
         lost: what it computes may be of other weights than we know: neither load nor save.
         saved: blocks before this one need not be saved any more.
         table: its engine blocks.
+        plan: what to load of what was found last; None: all.
+        hints: of the request.
     """
 
     prompt: Prompt
@@ -44,6 +50,8 @@ class _Tracked:
     lost: bool = False
     saved: int = 0
     table: list[int] = field(default_factory=list)
+    plan: Plan | None = None
+    hints: Hints = NO_HINTS
 
 
 class Scheduling:
@@ -64,6 +72,8 @@ class Scheduling:
         self._per_block = block_tokens // engine_block_tokens
         self._saves = saves
         self._step_blocks_max = 1 << 30
+        self.plans = LoadPlans(block_tokens)
+        self.hints = RequestHints()
         self._requests: dict[str, _Tracked] = {}
         self._loading: dict[str, Load] = {}
         self._loads: list[Load] = []
@@ -89,14 +99,19 @@ class Scheduling:
         if not self._lookups.find(tracked.prompt, computed_tokens):
             return None
         hit = tracked.prompt.hit
-        return max(0, hit.num_tokens - computed_tokens) if hit is not None else 0
+        if hit is None:
+            return 0
+        tracked.plan = self.plans.plan(hit, request.num_tokens, own=tracked.prompt.scope == Scope())
+        stop = hit.num_tokens if tracked.plan is None else tracked.plan.head.stop * self._block_tokens
+        return max(0, stop - computed_tokens)
 
     def _tracked(self, request: EngineRequest) -> _Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             expected = (request.kv_transfer_params or {}).get(_EXPECTED, 0)
             prompt = self._lookups.prompt(request, expected if type(expected) is int else 0)
-            tracked = self._requests[request.request_id] = _Tracked(prompt)
+            hints = self.hints.of(request.kv_transfer_params)
+            tracked = self._requests[request.request_id] = _Tracked(prompt, hints=hints)
         return tracked
 
     def allocated(self, request: EngineRequest, engine_blocks: Sequence[int], external_tokens: int) -> None:
@@ -109,7 +124,7 @@ class Scheduling:
         """
         tracked = self._tracked(request)
         prompt = tracked.prompt
-        self._lookups.count(prompt)
+        self._lookups.count(prompt, tracked.plan)
         if external_tokens <= 0:
             return
         first = prompt.computed_tokens // self._engine_block_tokens
@@ -118,7 +133,9 @@ class Scheduling:
         if prompt.hit is not None:
             hit = _part(prompt.hit, first // self._per_block, -(-stop // self._per_block), self._block_tokens)
             tracked.saved = max(tracked.saved, hit.num_blocks)
-        self._add(Load(request.request_id, prompt.scope or Scope(), hit, first, tuple(engine_blocks[first:stop])))
+        plan = _narrowed(tracked.plan, hit)
+        scope, blocks = prompt.scope or Scope(), tuple(engine_blocks[first:stop])
+        self._add(Load(request.request_id, scope, hit, first, blocks, plan))
         self._lookups.forget(prompt)
 
     def give_up(self, request_id: str, engine_blocks: Sequence[int], external_tokens: int) -> None:
@@ -147,6 +164,9 @@ class Scheduling:
     def take_loads(self) -> tuple[Load, ...]:
         """The loads that the workers have not been told of."""
         loads, self._loads = tuple(self._loads), []
+        for load in loads:
+            if load.hit is not None:
+                self.plans.began(load.request_id, load.hit)
         return loads
 
     # what to save
@@ -154,6 +174,7 @@ class Scheduling:
     def saves(self, step: Any) -> tuple[Save, ...]:  # noqa: ANN401  vLLM's SchedulerOutput
         """What to save when a step is computed. To be called for every step."""
         computed = self._follow(step)
+        self.plans.step(step.num_scheduled_tokens, computed)
         # Another connector's load in the step itself may fail, which is known when it is over.
         if not self._saves or not self._lookups.started or getattr(step, "has_sync_kv_loads", False):
             return ()
@@ -198,23 +219,28 @@ class Scheduling:
         engine_blocks = tuple(tracked.table[start * self._per_block : stop * self._per_block])
         assert len(engine_blocks) == (stop - start) * self._per_block
         tracked.saved = stop
-        return Save(prompt.request.request_id, scope, self._lookups.keys(prompt, stop), start, engine_blocks)
+        keys = self._lookups.keys(prompt, stop)
+        return Save(prompt.request.request_id, scope, keys, start, engine_blocks, tracked.hints)
 
     # what became of it
 
     def output(self, output: StepOutput) -> None:
         """What the workers did in a step."""
+        self.plans.stepped()
         invalid = frozenset(output.invalid_block_ids or ())
         if invalid:
             for load in self._loading.values():
                 self._check(load, invalid)
         for request_id in output.finished_recving or ():
             self._loading.pop(request_id, None)
+            self.plans.ended(request_id)
 
     def _check(self, load: Load, invalid: frozenset[int]) -> None:
         """Never ask again for a request whose load failed; what it computes instead is to be saved."""
         bad = next((i for i, block in enumerate(load.engine_blocks) if block in invalid), None)
         tracked = self._requests.get(load.request_id)
+        if bad is not None:
+            self.plans.ended(load.request_id, (load.first + bad) * self._engine_block_tokens)
         if bad is not None and tracked is not None:
             tracked.refused = True
             tracked.saved = min(tracked.saved, (load.first + bad) // self._per_block)
@@ -226,7 +252,8 @@ class Scheduling:
         if tracked is None or not params or not params.get("do_remote_decode"):
             return None
         stored = 0 if tracked.lost else tracked.saved
-        return {"do_remote_prefill": True, "do_remote_decode": False, _EXPECTED: stored}
+        hints = {name: value for name, value in params.items() if name.split("_")[0] == HINTS}
+        return hints | {"do_remote_prefill": True, "do_remote_decode": False, _EXPECTED: stored}
 
     def reset(self, word: str) -> None:
         """Have nothing in common with what was stored before; requests in the engine neither load nor save any more.
@@ -237,6 +264,13 @@ class Scheduling:
         self._lookups.reset(word)
         for tracked in self._requests.values():
             tracked.lost = True
+
+
+def _narrowed(plan: Plan | None, hit: PrefixHit | None) -> Plan | None:
+    """A plan for the part of its hit that vLLM has room for."""
+    if plan is None or hit is None:
+        return None
+    return replace(plan, head=replace(plan.head, start=hit.start_block, stop=hit.num_blocks))
 
 
 def _part(hit: PrefixHit, start: int, stop: int, block_tokens: int) -> PrefixHit:

@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvfleet.connectors.vllm.faults import Faults, guarded
 from kvfleet.connectors.vllm.identity import scoped
 from kvfleet.connectors.vllm.joining import Membership, Settings, attached
+from kvfleet.connectors.vllm.requesthints import RequestHints
 from kvfleet.connectors.vllm.tier_book import Chain, LookupBook
 from kvfleet.connectors.vllm.tier_identity import tier_spec
 from kvfleet.connectors.vllm.tier_metrics import TierMetrics
@@ -107,6 +108,7 @@ class KVFleetTier(SecondaryTierManager):
         self._loading: dict[int, list[OffloadKey]] = {}
         self._ended: list[JobResult] = []  # jobs of which vLLM has not heard yet
         self._metrics = TierMetrics()
+        self._hints = RequestHints()
         self._lock = threading.Lock()  # for what threads of ours touch; held for moments only
         self._closed = False
         self._fleet: kvfleet.Fleet | None = None
@@ -195,7 +197,8 @@ class KVFleetTier(SecondaryTierManager):
     def _store(self, job: TransferJob) -> bool:
         if self.transfers is None:
             return False
-        self.transfers.store(job.job_id, self._chain(job.req_context).runs(list(job.keys), chunk_ids(job)))
+        runs = self._chain(job.req_context).runs(list(job.keys), chunk_ids(job))
+        self.transfers.store(job.job_id, runs, self._hints.of(job.req_context.kv_transfer_params))
         return True
 
     @override
@@ -294,4 +297,4 @@ class KVFleetTier(SecondaryTierManager):
     @guarded(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         client = None if self.transfers is None else self.transfers.client.stats()
-        return self._metrics.report(client, self._book.timeouts, self.faults.take())
+        return self._metrics.report(client, self._book.timeouts, self.faults.take() | self._hints.take("errors:hints"))

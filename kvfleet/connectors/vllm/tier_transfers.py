@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvfleet.client import Client
 from kvfleet.connectors.vllm.tier_book import ChunkRun, Question
 from kvfleet.core.block import engine_keys
+from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.errors import DeadlineExceededError
 from kvfleet.storing import StoreTask
 
@@ -201,10 +202,12 @@ class Transfers:
 
     # stores
 
-    def store(self, job_id: int, runs: Sequence[ChunkRun]) -> None:
+    def store(self, job_id: int, runs: Sequence[ChunkRun], hints: Hints = NO_HINTS) -> None:
         """Store chunks in the background. Their memory must not change until the job is among the finished ones."""
         started = time.monotonic()
-        tasks = tuple(self.client.store_keys(run.keys, self._put(run), start_block=run.first) for run in runs)
+        tasks = tuple(
+            self.client.store_keys(run.keys, self._put(run), start_block=run.first, hints=hints) for run in runs
+        )
         self._stores.append(_Stores(job_id, tasks, sum(len(run.rows) for run in runs), started))
 
     def _put(self, run: ChunkRun) -> Callable[[int, npt.NDArray[Any]], None]:

@@ -113,7 +113,7 @@ class Transfers:
             assert load.hit is not None
             self._check(load)
             left = max(0.0, deadline - time.monotonic())
-            loaded = clients.get(load.scope).load(load.hit, partial(self._take, load), left)
+            loaded = clients.get(load.scope).load(load.hit, partial(self._take, load), left, plan=load.plan)
             blocks = load.hit.start_block + loaded // self._block_tokens
             good = max(0, blocks * self._pool.blocks_per - load.first)
             self._count_load(loaded)
@@ -211,7 +211,7 @@ class Transfers:
                     self._engine_blocks(save, start, len(buffers)), [self._staging.view(buffer) for buffer in buffers]
                 )
                 keys = save.keys[: (first + len(buffers)) * KEY_BYTES]
-                self._stores.append((client.store_keys(keys, put, start_block=first), buffers))
+                self._stores.append((client.store_keys(keys, put, start_block=first, hints=save.hints), buffers))
             except Exception:
                 self._give_back(buffers)
                 raise

@@ -22,6 +22,11 @@ class Node:
         parent: the parent, if it is resident.
         children: the resident ones, in the order they came.
         orphan: its parent is not resident, or is an orphan.
+        last: seconds, of its last use.
+        uses: how often it was used since it came.
+        retired: somebody says that it will not be used again.
+        passing: it is here on its way to a tier below, and not used since.
+        entry: the valid one of those that a queue of leaves has for it.
     """
 
     key: BlockKey
@@ -29,6 +34,18 @@ class Node:
     parent: Self | None = None
     children: dict[BlockKey, Self] = field(default_factory=dict)
     orphan: bool = False
+    last: float = 0.0
+    uses: int = 0
+    retired: bool = False
+    passing: bool = False
+    entry: tuple[int, float, BlockKey] | None = None
+
+    def use(self, now: float, uses: int) -> None:
+        """Note a use later than the last: of `uses` it is told for the first time."""
+        self.last = now
+        self.uses += uses
+        if uses:
+            self.retired = self.passing = False
 
     def descendants(self) -> list[Self]:
         """Resident children, their children and so on; each after its own children."""

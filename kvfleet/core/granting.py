@@ -1,0 +1,90 @@
+"""Who gets the slots of a node, and who is not worth one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from kvfleet.core.admission import Admission, Grant, NewBlock
+from kvfleet.core.block import BlockKey
+from kvfleet.core.evictions import Evictions
+from kvfleet.core.hints import Hints
+from kvfleet.core.policies import Newcomer
+from kvfleet.core.residents import Residents
+from kvfleet.core.saves import Saves
+from kvfleet.core.slabs import SlabMap
+
+__all__ = ["Asked", "Granting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Blocks that want in.
+
+    Attributes:
+        blocks: all of one size.
+        now: seconds.
+        hints: of who brings them.
+        optional: the policy may decline them.
+        protected: blocks that must stay.
+    """
+
+    blocks: Sequence[NewBlock]
+    now: float
+    hints: Hints
+    optional: bool
+    protected: Container[BlockKey]
+
+
+class Granting:
+    """Gives out slots, those of evicted blocks where none is free.
+
+    What the policy declines, but a tier below takes, passes through: it gets a slot, at the cost of what the policy
+    wants least, and is the first to go itself.
+    """
+
+    def __init__(self, slabs: SlabMap, residents: Residents, evictions: Evictions, saves: Saves) -> None:
+        self._slabs = slabs
+        self._residents = residents
+        self._evictions = evictions
+        self._saves = saves
+
+    def grant(self, asked: Asked, waiting: deque[int], answer: Admission) -> None:
+        """Grant slots to blocks whose indexes wait, as far as it goes. They wait no longer, nor do declined ones."""
+        assert len({block.num_bytes for block in asked.blocks}) == 1, "blocks of one call have one size"
+        self._give(asked, waiting, answer, passing=False)
+        if not waiting:
+            return
+        optional = asked.optional and not any(asked.blocks[i].key in self._residents.blocks for i in waiting)
+        declined = self._make_room(asked, waiting, answer, optional=optional)
+        self._give(asked, waiting, answer, passing=False)
+        spurned = deque(waiting.pop() for _ in range(min(declined, len(waiting))))
+        spurned.reverse()
+        if spurned and self._saves.takes_new(asked.blocks[0].num_bytes):
+            self._make_room(asked, spurned, answer, optional=False)
+            self._give(asked, spurned, answer, passing=True)
+            waiting.extend(spurned)
+        else:
+            answer.declined.extend(spurned)
+
+    def _make_room(self, asked: Asked, waiting: deque[int], answer: Admission, *, optional: bool) -> int:
+        blocks = [asked.blocks[i] for i in waiting]
+        size = self._slabs.slot_size(blocks[0].num_bytes)
+        newcomers = [Newcomer(block.key, block.parent, asked.now, asked.hints) for block in blocks]
+        declined = self._evictions.make_room(size, newcomers, asked.protected, answer, optional=optional)
+        policy = self._residents.policy(size)
+        if declined and policy is not None and not self._saves.takes_new(blocks[0].num_bytes):
+            # One shard speaks for all of its block.
+            policy.decline([n for n, block in zip(newcomers, blocks, strict=True) if block.shard == 0][-declined:])
+        return declined
+
+    def _give(self, asked: Asked, waiting: deque[int], answer: Admission, *, passing: bool) -> None:
+        """Give the slots there are to the first that wait."""
+        while waiting:
+            block = asked.blocks[waiting[0]]
+            slot = self._slabs.take(self._slabs.slot_size(block.num_bytes))
+            if slot is None:
+                return
+            self._residents.add(block, slot, asked.now, hints=asked.hints, passing=passing)
+            answer.grants.append(Grant(waiting.popleft(), slot))

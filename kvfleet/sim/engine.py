@@ -1,0 +1,55 @@
+"""The engine of a simulated node: how long it computes, and what it plans to load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvfleet.core.planner import Leg, Piece, Planner
+from kvfleet.sim.config import SimConfig
+
+__all__ = ["SimEngine"]
+
+_PROBE_S = 5.0  # between two looks at sources that are not used: as `kvfleet.planning` has it
+_PROBE_BLOCKS = 4
+
+
+class SimEngine:
+    """Computes one prompt after the other.
+
+    Attributes:
+        planner: the production code; it knows the engine's speed.
+        free_at: when all that was begun is computed, seconds.
+    """
+
+    def __init__(self, config: SimConfig, block_tokens: int) -> None:
+        self._config = config.engine
+        self._block_bytes = config.block_bytes
+        self._block_tokens = block_tokens
+        self._probe_at = 0.0
+        self._due: Leg | None = None
+        self.planner = Planner()
+        self.planner.tell_prefill(config.engine.prefill)
+        self.free_at = 0.0
+
+    def busy_s(self, now: float) -> float:
+        """Seconds of work that wait."""
+        return max(0.0, self.free_at - now)
+
+    def plan(self, pieces: Sequence[Piece], prompt_tokens: int, now: float) -> tuple[Leg, Leg | None]:
+        """What to load of a hit before the engine computes, and while it does."""
+        num_blocks = pieces[-1].stop if pieces else 0
+        if not self._config.planned or not pieces:
+            return Leg(0, num_blocks), None
+        plan = self.planner.plan(
+            pieces, self._block_bytes, self._block_tokens, prompt_tokens, can_split=self._config.can_split
+        )
+        if plan.tail is None and plan.head.stop < num_blocks and now >= self._probe_at:
+            self._probe_at = now + _PROBE_S
+            stop = next(piece.stop for piece in pieces if piece.stop > plan.head.stop)
+            self._due = Leg(plan.head.stop, min(stop, plan.head.stop + _PROBE_BLOCKS))
+        return plan.head, plan.tail
+
+    def due(self) -> Leg | None:
+        """A few blocks to load besides, to learn how fast a source is that is not used; told once."""
+        due, self._due = self._due, None
+        return due

@@ -1,0 +1,95 @@
+"""Whether a cache is worth it, and what to look at, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvfleet.sizing.answer import Answer
+from kvfleet.sizing.hardware import Prices
+
+__all__ = ["REPEATED_MIN", "verdict"]
+
+REPEATED_MIN = 0.05
+"""Of the tokens of prompts. Where fewer repeat, there is nothing to gain."""
+
+_SAVED_MIN = 0.02  # of the time of prefill
+_HITS_MIN = 0.01  # of the tokens of prompts, that a tier brings
+_NAMES = {"dram": "the memory", "nvme": "the drives", "shared": "the shared tier"}
+
+
+def verdict(found: Answer, prices: Prices) -> tuple[bool, tuple[str, ...]]:
+    """Whether to buy it, and why; then what else to know. `found` has all but these two."""
+    worth_it, why = _why(found)
+    notes = _notes(found) if found.requests.repeated >= REPEATED_MIN else ()
+    return worth_it, (why, *notes, *_assumed(found, prices))
+
+
+def _why(found: Answer) -> tuple[bool, str]:
+    repeated = found.requests.repeated
+    if repeated < REPEATED_MIN:
+        return False, (
+            f"Not worth it: prompts hardly repeat. Even a cache without end would find {repeated:.1%} of their tokens."
+        )
+    if found.compute_saved < _SAVED_MIN:
+        return False, _saves_nothing(found)
+    gain = found.gpus.saved_month_price - found.cache_month_price
+    faster = f"TTFT p50 falls from {_time(found.plain_ttft_s[0])} to {_time(found.ttft_s[0])}"
+    if gain < 0:
+        return False, (
+            f"Not worth the money: it costs ${-gain:,.0f} a month more than the GPU time that it saves. {faster}: buy "
+            "it only if that is worth as much to you, or buy less."
+        )
+    return True, (
+        f"Worth it: it saves {found.compute_saved:.0%} of the time of prefill, ${gain:,.0f} a month after its own "
+        f"cost; {faster}."
+    )
+
+
+def _saves_nothing(found: Answer) -> str:
+    if found.hit_rate - found.loaded_rate > _SAVED_MIN:
+        return (
+            f"Not worth it: of what is found, {found.hit_rate:.0%} of the tokens of prompts, nearly all is computed "
+            "faster than it is loaded from the tiers that have it."
+        )
+    return (
+        f"Not worth it at this size: {found.requests.repeated:.0%} of the tokens of prompts repeat, but these tiers "
+        f"are too small to keep them: they find {found.hit_rate:.1%}."
+    )
+
+
+def _notes(found: Answer) -> Iterator[str]:
+    """What to look at besides."""
+    for tier in found.tiers:
+        if _useless(found, tier.name):
+            yield (
+                f"Loading a session of this length from {_NAMES[tier.name]} is slower than computing it: it is not "
+                "done."
+            )
+        elif tier.hit_rate < _HITS_MIN <= found.hit_rate:
+            yield f"Hardly anything is found in {_NAMES[tier.name]} alone: {tier.hit_rate:.1%} of all tokens."
+    if found.wear is not None and found.wear.dwpd > found.wear.rated_dwpd:
+        yield (
+            f"The drives would be written {found.wear.dwpd:.1f} times a day and are rated for "
+            f"{found.wear.rated_dwpd:g}: the write budget holds writes back, so fewer hits come from them. Larger or "
+            "more durable ones end that."
+        )
+    wanted = found.wanted
+    if wanted.num_bytes is None and wanted.ttft_s is not None:
+        yield f"No cache brings nine requests in ten below {_time(wanted.ttft_s)}: what is new in them takes longer."
+
+
+def _assumed(found: Answer, prices: Prices) -> Iterator[str]:
+    """What was not told."""
+    if found.prefill.assumed:
+        yield "The speed of prefill is worked out from the GPU's peak: measure yours and give --prefill-speed."
+    if prices == Prices():
+        yield "Prices are assumptions: give your own."
+
+
+def _useless(found: Answer, name: str) -> bool:
+    source = next(source for source in found.sources if source.name == name)
+    return source.crossover_tokens is None or source.crossover_tokens > found.kv.session_tokens
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"

@@ -1,0 +1,37 @@
+"""`kvfleet record` on a fleet that runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from kvfleet.sim.trace import load_trace
+from tests.cluster.engine_process import BLOCK_TOKENS, prompt
+from tests.conftest import wait_for
+
+
+def test_what_engines_ask_is_recorded(ray_cluster, make_fleet, engine_here, tmp_path):
+    fleet = make_fleet(name="recorded")
+    engine = engine_here(fleet)
+    root, path = Path(fleet.config.arena_root), tmp_path / "asked.jsonl"
+    command = [Path(sys.executable).with_name("kvfleet"), "record", str(path), "--name", "recorded"]
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address, "COLUMNS": "160"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as recording:
+        try:
+            wait_for(lambda: list(root.rglob("recording")), f"nodes record: {sorted(root.rglob('*'))}", 60)
+            engine.client._recorder._look_at = 0.0
+            for number, blocks in ((1, 3), (2, 2), (1, 4)):
+                assert engine.client.lookup(prompt(number, blocks)[: blocks * BLOCK_TOKENS - 1]).num_blocks == 0
+        finally:
+            recording.send_signal(signal.SIGINT)
+            _, told = recording.communicate(timeout=60)
+    assert recording.returncode == 0, told
+    assert f"3 requests; {path}: 6 blocks, " in told
+    trace = load_trace(path)
+    assert trace.block_tokens == BLOCK_TOKENS
+    assert [one.keys for one in trace.requests] == [(0, 1), (2,), (0, 1, 3)]
+    assert [one.prompt_tokens for one in trace.requests] == [n * BLOCK_TOKENS - 1 for n in (3, 2, 4)]
+    assert not list(root.rglob("recording*"))
