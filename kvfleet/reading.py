@@ -20,6 +20,8 @@ from kvfleet.node.records import ORDERED
 
 __all__ = ["Reading", "Span"]
 
+_ANSWER_S = 0.5  # for the manager to say that a load fell behind; one that says nothing is not waited for longer
+
 
 @dataclass(slots=True)
 class Span:
@@ -157,6 +159,7 @@ class Reading:
         head, stop, leg = self._next, self._hit.num_blocks, self._leg
         came = head - self._hit.start_block
         spent_s = time.monotonic() - self._began_s - (leg.pace_s * came if came else 0.0)
+        grace_s = max(0.0, leg.grace_s - spent_s)
         return LoadRequest(
             namespace=namespace,
             keys=self._hit.keys_of(head, stop),
@@ -169,8 +172,8 @@ class Reading:
                 for run in self._hit.runs
                 if run.stop > head
             ),
-            timeout_s=left_s,
-            grace_s=max(0.0, leg.grace_s - spent_s),
+            timeout_s=min(left_s, grace_s + leg.pace_s * (stop - head) + _ANSWER_S),
+            grace_s=grace_s,
             pace_s=leg.pace_s,
         )
 

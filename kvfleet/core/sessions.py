@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvfleet.core.block import BlockKey
@@ -24,7 +25,8 @@ class Sessions:
         """Start empty."""
         assert keys_max > 0, "something is remembered"
         self._max = keys_max
-        self._blocks: dict[BlockKey, tuple[bytes, BlockKey | None]] = {}  # owner, b"" for shared; parent
+        # Owner, b"" for shared, and parent. Not a dict: one from which the first go gets slow.
+        self._blocks: OrderedDict[BlockKey, tuple[bytes, BlockKey | None]] = OrderedDict()
         self._owned: dict[bytes, dict[BlockKey, None]] = {}
 
     def __len__(self) -> int:

@@ -128,9 +128,9 @@ class Node:
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
             NodeFile.touch(self.home.directory)
-            self.recording.tend(now())
             self.holds.tend(self.home.directory / CLIENTS_DIR)
             self.writers.tend(self.home.directory / CLIENTS_DIR, self.tallies.depart)
+            self.recording.tend(now())
             self._meter.tell(node_values(self.figures()))
 
     async def flush(self, timeout_s: float) -> int:

@@ -145,7 +145,7 @@ def _alive(header: bytes, now: float) -> bool:
 
 
 class Recording:
-    """The manager's side. Threads: one at a time."""
+    """The manager's side. Threads: any."""
 
     def __init__(self, directory: Path) -> None:
         """Begin nothing.
@@ -154,6 +154,7 @@ class Recording:
             directory: of the arena.
         """
         self._path = directory / _FILE
+        self._lock = threading.Lock()
 
     def turn(self, recorder: bytes, now: float, *, ends: bool) -> RecordReply:
         """What was asked since the last time.
@@ -166,9 +167,13 @@ class Recording:
         Raises:
             OSError: the file cannot be made or read.
 
-        Blocking: 0.1 s for clients that write.
+        Blocking: 0.1 s for clients that write, and as long for another turn.
         """
         assert len(recorder) == 16
+        with self._lock:
+            return self._turn(recorder, now, ends=ends)
+
+    def _turn(self, recorder: bytes, now: float, *, ends: bool) -> RecordReply:
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -187,14 +192,18 @@ class Recording:
             return RecordReply(file.read(2 * FILE_BYTES_MAX))
 
     def tend(self, now: float) -> None:
-        """Remove a file that nobody reads any more."""
+        """Remove a file that nobody reads any more; another time if somebody is at it now."""
+        if not self._lock.acquire(blocking=False):
+            return
         try:
             with self._path.open("rb") as file:
                 header = file.read(_HEADER.size)
+            if not _alive(header, now):
+                self._path.unlink(missing_ok=True)
         except FileNotFoundError:
             return
-        if not _alive(header, now):
-            self._path.unlink(missing_ok=True)
+        finally:
+            self._lock.release()
 
     def _renew(self, recorder: bytes, now: float) -> None:
         partial = self._path.with_suffix(".partial")

@@ -16,6 +16,7 @@ _PREFILL = PrefillSpeed(token_s=1 / 12_000, context_s=1 / 12_000 / 40_000)
 _DRIVE = Speed(100e-6, 6e9)
 _MEMORY = Speed(0.0, 20e9)
 _NETWORK = Speed(2e-3, 2.5e9)
+_DRAM_MAX = 64 << 40  # the simulator has a table of units of the arena
 
 RouterName = Literal["round-robin", "prefix"]
 
@@ -103,5 +104,7 @@ class SimConfig:
             raise ConfigError("block_bytes", f"blocks have bytes, is {self.block_bytes}")
         if self.dram_bytes < max(MIB, self.block_bytes):
             raise ConfigError("dram_bytes", f"must hold a block and be 1 MiB at least, is {self.dram_bytes}")
+        if self.dram_bytes > _DRAM_MAX:
+            raise ConfigError("dram_bytes", f"is the memory of one node: at most {_DRAM_MAX}, is {self.dram_bytes}")
         if 0 < self.drives.max_bytes < self.block_bytes:
             raise ConfigError("drives", f"must hold a block, is {self.drives.max_bytes}")

@@ -11,6 +11,7 @@ __all__ = ["SimEngine"]
 
 _PROBE_S = 5.0  # between two looks at sources that are not used: as `kvfleet.planning` has it
 _PROBE_BLOCKS = 4
+_FORGET_S = 60.0  # likewise: a source that is not read for so long is tried again
 
 
 class SimEngine:
@@ -26,6 +27,7 @@ class SimEngine:
         self._block_bytes = config.block_bytes
         self._block_tokens = block_tokens
         self._probe_at = 0.0
+        self._forget_at = _FORGET_S
         self._due: Leg | None = None
         self.planner = Planner()
         self.planner.tell_prefill(config.engine.prefill)
@@ -40,6 +42,9 @@ class SimEngine:
         num_blocks = pieces[-1].stop if pieces else 0
         if not self._config.planned or not pieces:
             return Leg(0, num_blocks), None
+        if now >= self._forget_at:
+            self._forget_at = now + _FORGET_S
+            self.planner.sources.forget_unread()
         plan = self.planner.plan(
             pieces, self._block_bytes, self._block_tokens, prompt_tokens, can_split=self._config.can_split
         )

@@ -58,6 +58,7 @@ class _Prompt:
         outcomes: of those that were to be loaded, up to one that did not come.
         missing: why the block behind those that were found is missing.
         tail: to be loaded while blocks before it are computed, or None.
+        num_first: blocks that were loaded before anything was computed.
     """
 
     request: Request
@@ -69,6 +70,7 @@ class _Prompt:
     outcomes: list[Outcome]
     num_loaded: int = 0
     tail: Leg | None = None
+    num_first: int = 0
 
 
 @dataclass(slots=True)
@@ -209,6 +211,7 @@ class SimFleet:
         prefill, tokens = self.config.engine.prefill, self._block_tokens
         start = max(now, engine.free_at)
         end = start
+        prompt.num_first = prompt.num_loaded
         context = first = prompt.num_loaded * tokens
         if tail is not None and prompt.num_loaded <= tail.start:
             between = (tail.start - prompt.num_loaded) * tokens
@@ -233,7 +236,7 @@ class SimFleet:
         tally.first_s, tally.last_s = min(tally.first_s, request.time_s), now
         tally.count(prompt.outcomes, prompt.num_found, len(prompt.keys), prompt.missing)
         self.on_answer(request, prompt.number, prompt.outcomes)
-        size, keys, first = self.config.block_bytes, prompt.keys, prompt.num_loaded
+        size, keys, first = self.config.block_bytes, prompt.keys, prompt.num_first
         blocks = [NewBlock(keys[i], SHARD, keys[i - 1] if i else None, size) for i in range(first, len(keys))]
         done = node.store(blocks, first, now, self._hints(request))
         tally.stored += done.stored

@@ -107,5 +107,6 @@ def _new(title: str, label: str) -> tuple[Figure, Axes]:
 
 
 def _done(figure: Figure, axes: Axes) -> Figure:
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:  # where nothing hit, there is no bar
+        axes.legend()
     return figure

@@ -131,7 +131,7 @@ def advise(question: Question) -> answer.Answer:
         requests=requests,
         tiers=tiers,
         wear=_wear(question, served, nodes) if sizes.nvme else None,
-        wanted=_wanted(question, reuse),
+        wanted=_wanted(question, reuse, served),
         hit_rate=served.hit_rate,
         loaded_rate=served.loaded_rate,
         compute_saved=served.saved,
@@ -256,10 +256,12 @@ def _gpus(question: Question, served: Served, per_s: float) -> answer.Gpus:
     )
 
 
-def _wanted(question: Question, reuse: Reuse) -> answer.Wanted:
+def _wanted(question: Question, reuse: Reuse, served: Served) -> answer.Wanted:
     """The least memory that reaches the target, to about a tenth: by bisection of its logarithm."""
     if question.ttft_s is None and reuse.repeated < REPEATED_MIN:
         return answer.Wanted(hit_rate=question.target * reuse.repeated, ttft_s=None, num_bytes=0)
+    if question.ttft_s is not None and _quantiles(served.plain_ttft_s)[1] <= question.ttft_s:
+        return answer.Wanted(hit_rate=None, ttft_s=question.ttft_s, num_bytes=0)
     wanted_rate = None if question.ttft_s is not None else question.target * reuse.repeated
     block_bytes = question.traffic.block_tokens * question.token_bytes / question.traffic.share
     high = math.log2(_working_bytes(question, reuse) + block_bytes)

@@ -144,7 +144,8 @@ class Wanted:
     Attributes:
         hit_rate: wanted share of the tokens of prompts; None if a TTFT is wanted.
         ttft_s: wanted TTFT of nine requests in ten; None if a hit rate is wanted.
-        num_bytes: the memory, of the fleet, that reaches it; 0: there is nothing to find; None: no memory does.
+        num_bytes: the memory, of the fleet, that reaches it; 0: none is needed, or there is nothing to find; None: no
+            memory does.
     """
 
     hit_rate: float | None

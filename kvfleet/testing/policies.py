@@ -232,13 +232,13 @@ class PolicyContract(ABC):
         assert self.walk(first, seed) == self.walk(second, seed)
 
     def walk(self, policy: Policy, seed: int) -> list[BlockKey]:
-        """Insert, touch, remove and evict at random; returns all victims."""
+        """Insert, touch, remove, decline and evict at random; returns all victims."""
         chance = random.Random(seed)
         tree: Tree = {}
         gone: list[BlockKey] = []
         for step in range(1500):
             key = block_key(chance.randrange(1, 200))
-            now = float(step // 3)
+            now = 20.0 * (step // 3)
             if key not in tree and chance.random() < 0.6:
                 number = int.from_bytes(key, "big")
                 tree[key] = block_key(number // 2) if number > 1 else None
@@ -250,7 +250,10 @@ class PolicyContract(ABC):
                 del tree[key]
             elif key in tree and chance.random() < 0.1:
                 policy.retire([key, block_key(1000)])
+            elif key not in tree and chance.random() < 0.2:
+                policy.decline([Newcomer(key, block_key(int.from_bytes(key, "big") // 2), now)])
             elif chance.random() < 0.1:
+                assert set(policy.victims(len(tree) + 1, everything)) == set(tree), "all may go"
                 need, kept = chance.randrange(1, 20), set(chance.sample(sorted(tree), len(tree) // 8))
                 coming = [Newcomer(block_key(number), None, now) for number in range(200, 200 + need)]
                 victims = policy.victims(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,16 @@ def test_a_load_that_falls_behind_computing_ends(rig, came):
     assert loaded.miss is SLOWER
     assert right(target, 0, came)
     assert client.stats().outcomes[SLOWER.value] == 8 - came
+    rig.faults.clear()
+
+
+def test_a_manager_that_says_nothing_is_not_waited_for_longer_than_computing_takes(rig):
+    client, hit = found(rig)
+    rig.faults["1.step"] = hanging
+    plan = Plan(Leg(0, 8, grace_s=0.1, pace_s=0.01))
+    began = time.monotonic()
+    assert client.load(hit, empty(SPEC, 8), plan=plan) == 0
+    assert time.monotonic() - began < 5
     rig.faults.clear()
 
 

@@ -9,8 +9,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
-from kvfleet.cli.recorded import TraceBook
+from kvfleet.cli.main import app
+from kvfleet.cli.recorded import Told, TraceBook
+from kvfleet.errors import ConfigError
 from kvfleet.node import recording
 from kvfleet.node.recording import ALIVE_S, Asked, Recorder, Recording, RecordReply, read_asked
 from kvfleet.sim.trace import load_trace
@@ -83,6 +86,16 @@ def test_a_recording_that_nobody_reads_has_ended(arena, manager):
     manager.tend(now + ALIVE_S)
     assert not any(arena.path.parent.iterdir())
     manager.tend(now)
+
+
+def test_a_file_is_not_removed_while_another_takes_its_place(arena, manager):
+    begun(manager)
+    late = time.monotonic() + 2 * ALIVE_S
+    with manager._lock:  # as a turn has it
+        manager.tend(late)
+        assert (arena.path.parent / "recording").exists()
+    manager.tend(late)
+    assert not (arena.path.parent / "recording").exists()
 
 
 def test_one_records_at_a_time(arena, manager):
@@ -181,3 +194,21 @@ def test_losses_are_told():
     book = TraceBook(io.StringIO(), 0)
     book.write([b"torn"])
     assert (book.told.requests, book.told.lost, book.told.num_bytes) == (0, 1, 0)
+
+
+def test_a_recording_that_fails_leaves_no_file(tmp_path, monkeypatch):
+    class Refused:
+        told = Told()
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def turn(self, *, ends: bool = False) -> None:
+            raise ConfigError("", "somebody else records this fleet")
+
+    monkeypatch.setattr("kvfleet.operating.join", lambda *_, **__: None)
+    monkeypatch.setattr("kvfleet.cli.recorded.FleetRecording", Refused)
+    path = tmp_path / "trace.jsonl"
+    done = CliRunner().invoke(app, ["record", str(path)])
+    assert (done.exit_code, "somebody else records" in done.stderr) == (1, True)
+    assert not path.exists(), "else it could not be tried again"

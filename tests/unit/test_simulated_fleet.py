@@ -170,6 +170,7 @@ def test_an_engine_that_can_computes_while_the_rest_is_loaded():
     fleet = served(config, *requests)
     assert fleet.tally.blocks[Source.SHARED] > 0
     assert min(fleet.tally.ttft_s) < 0.9 * 0.136  # all computed
+    assert all(fleet.nodes[0].arena.has(key_of(block)) for block in requests[-1].keys), "computed ones are stored too"
 
 
 @pytest.mark.parametrize("policy", ["lru", "hold-turn"])
@@ -264,6 +265,10 @@ def test_the_command_makes_traffic_up():
         (("--workload", "unique", "--dram", "1MiB"), "dram_bytes"),
         (("--workload", "unique", "--policy", "best"), "best"),
         (("--workload", "unique", "--dram", "much"), "much"),
+        (("--workload", "unique", "--dram", "900000TiB"), "dram_bytes: is the memory of one node"),
+        (("--workload", "unique", "--rate", "inf"), "--rate"),
+        (("--workload", "unique", "--requests", 9, "--json", "/proc/no/file"), "/proc/no/file: No such file"),
+        (("--workload", "unique", "--requests", 9, "--plots", "/proc/no"), "/proc/no: No such file"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, problem):

@@ -90,6 +90,11 @@ def test_sizes_that_are_none(arguments):
     assert size(SEVENTY, *arguments).exit_code == 2
 
 
+def test_a_ttft_that_needs_no_cache_needs_no_memory(trace):
+    done = size(SEVENTY, "--trace", trace, "--ttft", "1000")
+    assert "p90 TTFT of 1000.0 s: nothing to buy for that" in done.stdout
+
+
 def test_more_memory_than_there_are_blocks_is_no_more_work(trace):
     done = size(SEVENTY, "--trace", trace, "--nodes", "10000", "--dram", "900PB", "--nvme", "900PB", "--json")
     assert done.exit_code == 0, done.output

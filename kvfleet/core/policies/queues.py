@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -149,7 +150,7 @@ class Ghosts:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[BlockKey, None] = {}
+        self._keys: OrderedDict[BlockKey, None] = OrderedDict()  # a dict from which the first go gets slow
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -169,4 +170,4 @@ class Ghosts:
     def trim(self, most: int) -> None:
         """Forget those that left first, but for so many."""
         while len(self._keys) > max(0, most):
-            del self._keys[next(iter(self._keys))]
+            self._keys.popitem(last=False)
