@@ -9,6 +9,7 @@ import pytest
 from kvfleet.connectors.vllm.identity import AdapterRef
 from kvfleet.connectors.vllm.loadplans import LoadPlans
 from kvfleet.connectors.vllm.scopes import Scope
+from kvfleet.core.directory import NodeId
 from kvfleet.core.layout import BlockLayout
 from kvfleet.core.speeds import Speed
 from kvfleet.hits import HitRun, PrefixHit
@@ -198,8 +199,8 @@ def test_steps_are_seen_by_the_scheduler(rig, clock, planning):
 RUNS = {
     "pending": HitRun(0, 3, local=False, pending=True),
     "dram": HitRun(0, 3, local=True),
-    "peer": HitRun(0, 3, local=False, nodes=("b" * 56,)),
-    "both": HitRun(0, 3, local=False, nodes=("b" * 56,), shared=True),
+    "peer": HitRun(0, 3, local=False, nodes=(NodeId("b" * 56),)),
+    "both": HitRun(0, 3, local=False, nodes=(NodeId("b" * 56),), shared=True),
 }
 
 
