@@ -31,7 +31,7 @@ _LOG_STEP = math.log(_STEP)
 _COHORTS_MAX = 512
 _TICK_S = 10.0
 _STEPS_MAX = 32  # after a pause: the event loop waits for it, 1 ms a step
-_REFRESH_S = 30.0  # between computations of the worths
+_REFRESH_S = 10.0  # between computations of the worths: with 30 s, traffic that changes quickly is learned too late
 _HALF_S = 1800.0  # in which what was seen loses half its weight; longer if blocks live longer than that
 _ENOUGH = 200  # uses that have been seen again before anything is said
 _PRIOR = 200.0  # uses of a class that weigh as much as what is known of its turn and growth
@@ -61,8 +61,8 @@ def kind_of_turn(turn: int, growth: int) -> int:
 class ReuseModel:
     """Counts lives, and says what blocks are worth. Times are seconds.
 
-    A class is a number below `NUM_KINDS`. Cost: O(1) for each life; some milliseconds every 10 s and more every 30 s of
-    the times passed in. Threads: calls must not overlap.
+    A class is a number below `NUM_KINDS`. Cost: O(1) for each life; some milliseconds every 10 s of the times
+    passed in. Threads: calls must not overlap.
 
     Attributes:
         due: when `tick` has something to do.
