@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -66,23 +66,25 @@ def app(args: Mapping[str, Any]) -> Application:
         nvme=values.get("nvme", ()),
         shared_url=values.get("shared"),
     )
-    _start(fleet, joins_any=not values.keys() & {"dram", "nvme", "shared"})
+    _join_or_start(fleet, [field for name, field in _FLEET_SETTINGS.items() if name in values])
     from ray.serve.llm import build_openai_app
 
     return build_openai_app({"llm_configs": [config]})
 
 
-def _start(config: FleetConfig, *, joins_any: bool) -> None:
+def _join_or_start(config: FleetConfig, asked: Sequence[str]) -> None:
+    """Join a fleet that runs, if what is asked for is as it has it, whatever its other settings are; else start one."""
     if not ray.is_initialized():
         ray.init()
-    if joins_any:
-        try:
-            kvfleet.connect(config.name)
-        except ConfigError as error:
-            _log.info("starting it: %s", error)
-        else:
-            return
-    kvfleet.start(config)
+    try:
+        fleet = kvfleet.connect(config.name)
+    except ConfigError as error:
+        _log.info("starting it: %s", error)
+        kvfleet.start(config)
+        return
+    for name in asked:
+        if getattr(fleet.config, name) != getattr(config, name):
+            raise ConfigError(name, f"a fleet {config.name!r} runs with other settings: leave it out, or stop it first")
 
 
 def llm_config(args: Mapping[str, Any]) -> LLMConfig:
@@ -151,6 +153,7 @@ def _register() -> None:
 
 # --- arguments
 
+_FLEET_SETTINGS = {"dram": "dram_bytes", "nvme": "nvme", "shared": "shared_url"}
 _ENGINE_ARGUMENTS = {
     "max_model_len": "max_model_len",
     "dtype": "dtype",

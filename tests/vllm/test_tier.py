@@ -268,7 +268,7 @@ def test_a_manager_that_hangs_does_not_hold_up_the_scheduler(arena_root: Path, m
     from vllm.v1.kv_offload.base import LookupResult
 
     with Rig(arena_root) as rig:
-        engine, request = tier_in(rig, monkeypatch), SimpleNamespace(req_id="r")
+        engine, request = tier_in(rig, monkeypatch), SimpleNamespace(req_id="r", kv_transfer_params=None)
 
         def job(number: int) -> Any:
             return SimpleNamespace(job_id=number, keys=[bytes([number])], chunk_ids=[number], req_context=request)
