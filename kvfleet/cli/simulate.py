@@ -45,18 +45,21 @@ class RouterKind(str, Enum):
     ROUND_ROBIN = "round-robin"
 
 
+_TraceFile = Annotated[
+    Path | None,
+    typer.Argument(exists=True, dir_okay=False, help="Requests: Mooncake, Alibaba Bailian, or of `kvfleet record`."),
+]
+_Rate = Annotated[float, typer.Option(min=1e-6, max=1e6, help="Of a workload: requests a second, to the whole fleet.")]
+_Hints = Annotated[bool, typer.Option("--hints", help="Engines tell session, turn and end, where a trace has them.")]
+_TokenBytes = Annotated[str, typer.Option("--token-bytes", help="KV of a token; Llama-3-8B in 16 bits has 128 KiB.")]
+_Prefill = Annotated[float, typer.Option(min=1e-6, max=1e9, help="Tokens a second an engine computes, first ones.")]
+
+
 def simulate(  # noqa: PLR0913  each is an option
-    trace: Annotated[
-        Path | None,
-        typer.Argument(
-            exists=True, dir_okay=False, help="Requests: Mooncake, Alibaba Bailian, or of `kvfleet record`."
-        ),
-    ] = None,
+    trace: _TraceFile = None,
     workload: Annotated[Workload | None, typer.Option(help="Made-up traffic instead of a trace.")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Of a workload; of a trace, the first so many.")] = None,
-    rate: Annotated[
-        float, typer.Option(min=1e-6, max=1e6, help="Of a workload: requests a second, to the whole fleet.")
-    ] = 2.0,
+    rate: _Rate = 2.0,
     nodes: Annotated[list[int], typer.Option(min=1, help="Repeat for several.")] = [1],  # noqa: B006
     dram: Annotated[list[str], typer.Option(help="Memory of a node's arena. Repeat for several.")] = ["64GiB"],  # noqa: B006
     nvme: Annotated[str, typer.Option(help="Of a node's drives; 0 for none.")] = "0",
@@ -64,16 +67,10 @@ def simulate(  # noqa: PLR0913  each is an option
     shared: Annotated[bool, typer.Option("--shared", help="With a shared tier: 50 ms, 1 GB/s a node.")] = False,
     shared_bytes: Annotated[str | None, typer.Option(help="Most that is kept there.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="What to keep. Repeat for several.")] = None,
-    hints: Annotated[
-        bool, typer.Option("--hints", help="Engines tell session, turn and end, where a trace has them.")
-    ] = False,
+    hints: _Hints = False,
     router: Annotated[RouterKind, typer.Option(help="Which node gets a request.")] = RouterKind.PREFIX,
-    kv: Annotated[
-        str, typer.Option("--token-bytes", help="KV of a token; Llama-3-8B in 16 bits has 128 KiB.")
-    ] = "128KiB",
-    prefill: Annotated[
-        float, typer.Option(min=1e-6, max=1e9, help="Tokens a second an engine computes, first ones.")
-    ] = 12e3,
+    kv: _TokenBytes = "128KiB",
+    prefill: _Prefill = 12e3,
     network: Annotated[float, typer.Option(min=1e-3, max=1e6, help="Between nodes, GB/s.")] = 2.5,
     json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all figures here.")] = None,
     plots: Annotated[Path | None, typer.Option(file_okay=False, help="Write plots to this folder.")] = None,

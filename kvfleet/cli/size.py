@@ -26,6 +26,7 @@ from kvfleet.sizing.kv import FORMATS, find_format
 from kvfleet.sizing.models import find_model
 
 if TYPE_CHECKING:
+    from kvfleet.sizing.answer import Answer
     from kvfleet.sizing.traffic import Traffic
 
 __all__ = ["parse_size", "parse_speed", "parse_tokens", "size"]
@@ -70,35 +71,38 @@ def parse_tokens(text: str | int) -> int:
 _Size = partial(typer.Option, parser=parse_size, metavar="SIZE", show_default=False)
 _SpeedOf = partial(typer.Option, parser=parse_speed, metavar="SIZE", show_default=False)
 _Price = partial(typer.Option, min=0, max=1e6, metavar="DOLLARS")
+_KvDtype = Annotated[
+    str | None, typer.Option(help=f"How KV is kept: {', '.join(FORMATS)}. Default: as the config says.")
+]
+_Context = Annotated[
+    int, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Of a session at its longest, like 128k.")
+]
+_Workload = Annotated[Workload, typer.Option(help="What they do. `unique`: prompts that never repeat.")]
+_Trace = Annotated[
+    Path | None,
+    typer.Option(help="Requests of your own, as `kvfleet record` writes them, instead of a class of workload."),
+]
+_Gpus = Annotated[int | None, typer.Option(min=1, max=4096, help="Of one engine. Default: as few as hold the model.")]
+_PrefillSpeed = Annotated[
+    float | None, typer.Option(help="Tokens a second that an engine computes of a short prompt, as you measured.")
+]
+_GpuPrice = Annotated[float | None, _Price(help=f"Of a GPU for an hour. Default: about the price of {PRICED}.")]
 
 
 def size(  # noqa: PLR0913  an option each
     model: Annotated[str, typer.Argument(help="A known model, like llama-3-70b, or the path of a config.json.")],
-    kv_dtype: Annotated[
-        str | None, typer.Option(help=f"How KV is kept: {', '.join(FORMATS)}. Default: as the config says.")
-    ] = None,
-    context: Annotated[
-        int, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Of a session at its longest, like 128k.")
-    ] = 32_000,
+    kv_dtype: _KvDtype = None,
+    context: _Context = 32_000,
     sessions: Annotated[int, typer.Option(min=1, help="At once, in the whole fleet.")] = 100,
-    workload: Annotated[
-        Workload, typer.Option(help="What they do. `unique`: prompts that never repeat.")
-    ] = Workload.CHAT,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Requests of your own, as `kvfleet record` writes them, instead of a class of workload."),
-    ] = None,
+    workload: _Workload = Workload.CHAT,
+    trace: _Trace = None,
     nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Of the fleet.")] = _FLEET.num_nodes,
     dram: Annotated[int, _Size(help="Memory for the cache, of each node. Default: 256GB.")] = _FLEET.dram_bytes,
     nvme: Annotated[int, _Size(help="Drives for the cache, of each node.")] = 0,
     shared: Annotated[int, _Size(help="Shared tier, of the whole fleet.")] = 0,
     gpu: Annotated[str, typer.Option(help=f"That computes: {', '.join(GPUS)}.")] = "h100",
-    gpus: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Of one engine. Default: as few as hold the model.")
-    ] = None,
-    prefill_speed: Annotated[
-        float | None, typer.Option(help="Tokens a second that an engine computes of a short prompt, as you measured.")
-    ] = None,
+    gpus: _Gpus = None,
+    prefill_speed: _PrefillSpeed = None,
     dwpd: Annotated[float, typer.Option(min=1e-6, max=1e3, help="Drive writes a day that drives are rated for.")] = 1.0,
     nvme_speed: Annotated[int, _SpeedOf(help="A second, from a node's drives. Default: 6GB.")] = 6 * 10**9,
     network_speed: Annotated[int, _SpeedOf(help="A second, from node to node. Default: 2.5GB.")] = 25 * 10**8,
@@ -107,9 +111,7 @@ def size(  # noqa: PLR0913  an option each
     target: Annotated[float, typer.Option(help="Wanted: this share of what an endless cache would find.")] = 0.9,
     ttft: Annotated[float | None, typer.Option(help="Wanted instead: TTFT of nine requests in ten, seconds.")] = None,
     policy: Annotated[str, typer.Option(help=f"What is kept: {', '.join(POLICIES)}.")] = DEFAULT,
-    gpu_price: Annotated[
-        float | None, _Price(help=f"Of a GPU for an hour. Default: about the price of {PRICED}.")
-    ] = None,
+    gpu_price: _GpuPrice = None,
     dram_price: Annotated[float, _Price(help="Of a GB for a month.")] = _PRICES.dram_gb_month,
     nvme_price: Annotated[float, _Price(help="Of a GB for a month.")] = _PRICES.nvme_gb_month,
     shared_price: Annotated[float, _Price(help="Of a GB for a month.")] = _PRICES.shared_gb_month,
@@ -122,8 +124,10 @@ def size(  # noqa: PLR0913  an option each
     """
     from kvfleet.sizing.advice import Question, advise
 
-    speeds = Speed(_FLEET.drives.speed.latency_s, nvme_speed)
-    network = Speed(_FLEET.network.latency_s, network_speed)
+    drives = Drives(num_bytes=nvme, speed=Speed(_FLEET.drives.speed.latency_s, nvme_speed), dwpd=dwpd)
+    network, storage = Speed(_FLEET.network.latency_s, network_speed), Speed(shared_latency, shared_speed)
+    fleet = Fleet(num_nodes=nodes, dram_bytes=dram, drives=drives, shared_bytes=shared, network=network, shared=storage)
+    prices = {"dram_gb_month": dram_price, "nvme_gb_month": nvme_price, "shared_gb_month": shared_price}
     with plain_errors(), _bar() as told:
         if policy not in POLICIES:
             raise ConfigError("policy", f"must be one of {', '.join(POLICIES)}, is {policy!r}")
@@ -135,27 +139,19 @@ def size(  # noqa: PLR0913  an option each
                 context_tokens=context,
                 sessions=sessions,
                 traffic=_traffic(trace, workload.value, context, sessions),
-                fleet=Fleet(
-                    num_nodes=nodes,
-                    dram_bytes=dram,
-                    drives=Drives(num_bytes=nvme, speed=speeds, dwpd=dwpd),
-                    shared_bytes=shared,
-                    network=network,
-                    shared=Speed(shared_latency, shared_speed),
-                ),
+                fleet=fleet,
                 engine=engine_for(known, find_gpu(gpu), num_gpus=gpus, tokens_per_s=prefill_speed),
-                prices=Prices(
-                    gpu_hour=gpu_price,
-                    dram_gb_month=dram_price,
-                    nvme_gb_month=nvme_price,
-                    shared_gb_month=shared_price,
-                ),
+                prices=Prices(gpu_hour=gpu_price, **prices),
                 policy=policy,
                 target=target,
                 ttft_s=ttft,
                 on_progress=told,
             )
         )
+    _tell(found, as_json=as_json)
+
+
+def _tell(found: Answer, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:

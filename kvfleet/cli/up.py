@@ -36,53 +36,56 @@ _OPTIONS = {
 }
 _SETTING = re.compile(rf"(?<![\w./-])({'|'.join(_OPTIONS)})(?=: | of )")
 _CODECS = "How blocks are kept {}: raw, or zstd, which is smaller and slower."
+_Dram = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_bytes,
+        metavar="SIZE",
+        help="Of each node's arena, like 48GiB. Default: 4GiB, or half of what is free if that is less.",
+    ),
+]
+_Nvme = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DIR",
+        help="A directory on a drive that each node has there, for a tier below its memory; once a drive. It must "
+        "exist. `$NAME` is what the environment of Ray's workers on the node says.",
+    ),
+]
+_NvmeBytes = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_bytes, metavar="SIZE", help="To use of each drive. Default: nine tenths of what is free there."
+    ),
+]
+_NvmeDwpd = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        help=f"Writes of its whole capacity a day that each drive is rated for. Default: {_DRIVE.dwpd:g}.",
+    ),
+]
+_SharedBytes = Annotated[
+    int | None,
+    typer.Option(parser=parse_bytes, metavar="SIZE", help="Of the shared tier, at most. Default: no limit of ours."),
+]
 
 
 def up(  # noqa: PLR0913  an option each
     name: Name = "default",
     address: Address = "auto",
-    dram_bytes: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_bytes,
-            metavar="SIZE",
-            help="Of each node's arena, like 48GiB. Default: 4GiB, or half of what is free if that is less.",
-        ),
-    ] = None,
+    dram_bytes: _Dram = None,
     arena_root: Annotated[str, typer.Option(help="Where arenas live.")] = _FLEET.arena_root,
     policy: Annotated[str, typer.Option(help=f"What a node keeps: {', '.join(POLICIES)}.")] = _FLEET.policy,
     shared: Annotated[
         str | None, typer.Option(metavar="URL", help="Of the shared tier, like s3://bucket/prefix.")
     ] = None,
-    nvme: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DIR",
-            help="A directory on a drive that each node has there, for a tier below its memory; once a drive. It must "
-            "exist. `$NAME` is what the environment of Ray's workers on the node says.",
-        ),
-    ] = None,
-    nvme_bytes: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_bytes, metavar="SIZE", help="To use of each drive. Default: nine tenths of what is free there."
-        ),
-    ] = None,
-    nvme_dwpd: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help=f"Writes of its whole capacity a day that each drive is rated for. Default: {_DRIVE.dwpd:g}.",
-        ),
-    ] = None,
+    nvme: _Nvme = None,
+    nvme_bytes: _NvmeBytes = None,
+    nvme_dwpd: _NvmeDwpd = None,
     nvme_codec: Annotated[str, typer.Option(help=_CODECS.format("on drives"))] = _FLEET.nvme_codec,
     shared_codec: Annotated[str, typer.Option(help=_CODECS.format("in the shared tier"))] = _FLEET.shared_codec,
-    shared_bytes: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_bytes, metavar="SIZE", help="Of the shared tier, at most. Default: no limit of ours."
-        ),
-    ] = None,
+    shared_bytes: _SharedBytes = None,
 ) -> None:
     """Start a fleet on every node of a running Ray cluster. Nodes that have their manager keep it.
 
