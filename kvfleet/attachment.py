@@ -31,6 +31,7 @@ from kvfleet.node.messages import (
     Attachment,
     CommitReply,
     CommitRequest,
+    HintRequest,
     HoldRequest,
     LoadProgress,
     LoadRequest,
@@ -68,8 +69,8 @@ class ManagerPort(Protocol):
     def release(self, client_id: int, number: int, timeout_s: float) -> None:
         """See `TierManager.release`. Does not wait for the manager."""
 
-    def retire(self, session: bytes, timeout_s: float) -> int:
-        """See `TierManager.retire`."""
+    def hint(self, request: HintRequest, timeout_s: float) -> int:
+        """See `TierManager.hint`."""
 
 
 class DirectoryPort(Protocol):

@@ -38,6 +38,7 @@ from kvfleet.node.messages import (
     Attachment,
     CommitReply,
     CommitRequest,
+    HintRequest,
     HoldRequest,
     LoadProgress,
     LoadRequest,
@@ -156,9 +157,9 @@ class ManagerCalls(ManagerPort):
             self._manager.handle(timeout_s).release.remote(client_id, number)
 
     @override
-    def retire(self, session: bytes, timeout_s: float) -> int:
-        self._check_pulse("retire")
-        return self._call("retire", (session,), timeout_s)  # type: ignore[no-any-return]
+    def hint(self, request: HintRequest, timeout_s: float) -> int:
+        self._check_pulse("hint")
+        return self._call("hint", (request,), timeout_s)  # type: ignore[no-any-return]
 
     @override
     def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:

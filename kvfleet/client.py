@@ -17,7 +17,7 @@ from kvfleet import arguments
 from kvfleet.attachment import AttachedNode, DirectoryPort, ManagerPort
 from kvfleet.config import FleetConfig
 from kvfleet.core.block import KEY_BYTES, TokenIds
-from kvfleet.core.hints import NO_HINTS, Hints, scoped, session_digest
+from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.core.layout import ModelSpec
 from kvfleet.core.planner import Plan
 from kvfleet.counts import ClientStats
@@ -29,7 +29,7 @@ from kvfleet.loads import Loads, Meanwhile
 from kvfleet.looking import Asked, Looking
 from kvfleet.nearby import Nearby
 from kvfleet.node.holds import HOLD_MAX_S
-from kvfleet.node.messages import Bytes, Namespace
+from kvfleet.node.messages import Bytes, HintRequest, Namespace
 from kvfleet.node.recording import Recorder
 from kvfleet.planning import Planning
 from kvfleet.storing import StoreTask, StoreWorker
@@ -112,7 +112,9 @@ class Client:
 
     # lookup
 
-    def lookup(self, token_ids: TokenIds, *, extra: Mapping[int, bytes] | None = None, label: str = "") -> PrefixHit:
+    def lookup(
+        self, token_ids: TokenIds, *, extra: Mapping[int, bytes] | None = None, label: str = "", hints: Hints = NO_HINTS
+    ) -> PrefixHit:
         """The longest prefix of `token_ids`, in whole blocks, that the fleet says it holds.
 
         No remote call if all of it is in this node's arena or on its drives, else one to the directory. Blocks that
@@ -122,17 +124,18 @@ class Client:
             token_ids: 1-D; a uint32 buffer is fastest (numpy, torch, array); lists work.
             extra: block index → digest of what else that block depends on (images, ...).
             label: the engine's name for the request, by which `kvfleet explain` finds it.
+            hints: as in `store`, for `kvfleet record`.
 
         Raises:
             ValueError: the ids are no token ids.
         """
         arguments.check_extra(extra)
-        number = len(token_ids) if isinstance(token_ids, Sized) else 0
-        return self.lookup_keys(self.spec.keys(token_ids, extra), label=label, num_tokens=number)
+        arguments.check_kind(hints, "hints", Hints)
+        hit = self.lookup_keys(self.spec.keys(token_ids, extra), label=label, counted=False)
+        self.count(hit, num_tokens=len(token_ids) if isinstance(token_ids, Sized) else 0, hints=hints)
+        return hit
 
-    def lookup_keys(
-        self, keys: bytes, *, start_block: int = 0, label: str = "", counted: bool = True, num_tokens: int = 0
-    ) -> PrefixHit:
+    def lookup_keys(self, keys: bytes, *, start_block: int = 0, label: str = "", counted: bool = True) -> PrefixHit:
         """Like `lookup`, for an engine that has the packed keys of its blocks already.
 
         Args:
@@ -141,7 +144,6 @@ class Client:
             label: as in `lookup`.
             counted: False for an engine that may ask again before it uses an answer: it gives the one it uses to
                 `count`.
-            num_tokens: of the whole prompt, for `kvfleet record`; 0: those of its whole blocks.
         """
         arguments.check_keys(keys, start_block, label)
         asked = Asked(keys, start_block, label)
@@ -149,35 +151,32 @@ class Client:
         hit = self._looking.everywhere(asked, arena)
         self._stats.called(*hit.calls)
         if counted:
-            self._stats.looked_up(hit)
-            self._recorder.note(self._nearby.now(), hit.asked_ns, hit.keys, num_tokens)
+            self.count(hit)
         return hit
 
-    def count(self, hit: PrefixHit, plan: Plan | None = None, *, num_tokens: int = 0) -> None:
+    def count(self, hit: PrefixHit, plan: Plan | None = None, *, num_tokens: int = 0, hints: Hints = NO_HINTS) -> None:
         """Count a hit that its lookup did not. Blocking: never.
 
         Args:
             hit: from `lookup_keys`.
             plan: what of it will be loaded, if not all.
-            num_tokens: as in `lookup_keys`.
+            num_tokens: of the whole prompt, for `kvfleet record`; 0: those of its whole blocks.
+            hints: of the request, for `kvfleet record`.
         """
         arguments.check_kind(hit, "hit", PrefixHit)
         self._stats.looked_up(hit, plan)
-        self._recorder.note(self._nearby.now(), hit.asked_ns, hit.keys, num_tokens)
+        hints = hints.within(self.spec.namespace_id)
+        self._recorder.note(self._nearby.now(), hit.asked_ns, hit.keys, num_tokens, hints)
 
     def lookup_local(self, keys: bytes, *, start_block: int = 0, label: str = "") -> PrefixHit:
-        """Like `lookup_keys`, but only what is in this node's arena or on its drives, and not counted.
-
-        Blocking: never; makes no remote call, and finds nothing before the node is attached.
-        """
+        """Like `lookup_keys`, but only what this node has, and not counted. Blocking: never; makes no remote call."""
         arguments.check_keys(keys, start_block, label)
         return self._looking.here(Asked(keys, start_block, label), self._nearby.now())
 
     def absent(self, keys: bytes) -> npt.NDArray[np.bool_]:
         """Which blocks of this client's shard are not in this node's arena; the others count as used now.
 
-        For an engine that has these blocks itself: so that what it keeps using is kept here too. Blocking: never; makes
-        no remote call. Before the node is attached, all are absent.
+        For an engine that has them itself: what it keeps using is kept here too. Blocking: never; makes no remote call.
         """
         arguments.check_keys(keys)
         return self._nearby.absent(keys, self.shard)
@@ -193,10 +192,9 @@ class Client:
         plan: Plan | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> Loaded:
-        """Copy the blocks of a hit into the engine's memory, first blocks first.
+        """Copy the blocks of a hit into the engine's memory, first blocks first, up to the first that does not come.
 
-        Blocks in the local arena cost no remote call; if others are among them, one call to the local manager
-        brings those. Stops at the first block that does not come.
+        Blocks in the local arena cost no remote call; if others are among them, one to the local manager brings those.
 
         Args:
             hit: from `lookup`.
@@ -224,22 +222,14 @@ class Client:
         return loaded
 
     def started(self, loaded: Loaded, seconds: float) -> None:
-        """The engine has a whole prompt's KV, so many seconds after its lookup began: for `explain`, beside its plan.
-
-        Blocking: never.
-        """
+        """The engine has a prompt's KV, so many seconds after its lookup began, for `explain`. Blocking: never."""
         arguments.check_kind(loaded, "loaded", Loaded)
         arguments.check_timeout(seconds, optional=False)
         loaded.ready_s = seconds
         self._stats.started(loaded)
 
     def hold(self, hit: PrefixHit, seconds: float) -> Hold:
-        """Keep those first blocks of a hit that are in this node's arena. One call to the manager.
-
-        Args:
-            hit: from `lookup`.
-            seconds: above 0, at most 30.
-        """
+        """Keep those first blocks of a hit that are in this node's arena, 30 s at most. One call to the manager."""
         arguments.check_kind(hit, "hit", PrefixHit)
         arguments.check_seconds(seconds, "seconds", HOLD_MAX_S)
         self._stats.called("hold")
@@ -284,16 +274,28 @@ class Client:
         fill = filler(kv, self.spec.layout, num_blocks, start_block)
         return self._worker.submit(StoreJob(keys, start_block, num_blocks, fill, hints.within(self.spec.namespace_id)))
 
+    def hint(self, keys: bytes, hints: Hints) -> StoreTask:
+        """Tell the manager what is known of blocks that were loaded; stores tell of theirs.
+
+        Done after the stores before it, in the background, with one call.
+
+        Args:
+            keys: of the prefix from its first block on.
+            hints: as in `store`. Their turn is not needed: uses are counted.
+        """
+        arguments.check_keys(keys)
+        arguments.check_kind(hints, "hints", Hints)
+        return self._worker.hint(HintRequest(keys, b"", hints.within(self.spec.namespace_id)))
+
     def retire(self, session: str | bytes) -> StoreTask:
         """A session has ended: what no other one has built on is the first to go, on all nodes that have it.
 
-        Done after the stores before it, in the background, with one call to the manager, for which the task's `wait`
-        waits. Nothing is known of a session without `hints` at its stores.
+        Done as `hint` is. Nothing is known of a session without `hints` at its stores.
 
         Raises:
             ValueError: `session`, the id given to `Hints.of`, is empty, or neither text nor bytes.
         """
-        digest = session_digest(session)
-        if not digest:
+        hints = Hints.of(session, final=True)
+        if not hints.session:
             raise ValueError("session must not be empty")
-        return self._worker.retire(scoped(digest, self.spec.namespace_id))
+        return self.hint(b"", hints)

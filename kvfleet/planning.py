@@ -5,22 +5,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvfleet.core.layout import BlockLayout
 from kvfleet.core.outcomes import Miss, Source
 from kvfleet.core.planner import PEER, Leg, Piece, Plan, Planner
-from kvfleet.core.speeds import PrefillSpeed, Speed
+from kvfleet.core.speeds import PrefillSpeed, SourceSpeeds, Speed
 from kvfleet.hits import HitRun, PrefixHit
 from kvfleet.reading import Reading, Span
 
-__all__ = ["Planning"]
+__all__ = ["FORGET_S", "PROBE_BLOCKS", "PROBE_S", "Planning"]
 
-_PROBE_S = 5.0  # between two looks at sources that are not used
-_PROBE_BLOCKS = 4
-_FORGET_S = 60.0  # a source that is not read for so long, as it seems slow, is tried again within a load's grace
+PROBE_S = 5.0  # between two looks at sources that are not used
+PROBE_BLOCKS = 4
+FORGET_S = 60.0  # a source that is not read for so long, as it seems slow, is tried again within a load's grace
 _MUCH = 2.0
-_WAITED_IN_VAIN = {Miss.SLOWER_THAN_COMPUTE, Miss.TOO_SLOW, Miss.DEADLINE}
+_WAITED_IN_VAIN = {Miss.SLOWER_THAN_COMPUTE, Miss.TOO_SLOW}  # not `DEADLINE`: the caller may have had no time
+
+
+@dataclass(slots=True)
+class _Known:
+    """What clients have learned. Its lock is held by whoever uses it."""
+
+    planner: Planner = field(default_factory=Planner)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    forget_at: float = field(default_factory=lambda: time.monotonic() + FORGET_S)
 
 
 class Planning:
@@ -37,13 +46,15 @@ class Planning:
     def __init__(self, layout: BlockLayout, *, enabled: bool = True) -> None:
         self._layout = layout
         self._enabled = enabled
-        self._lock = threading.Lock()
-        self._planner = Planner()
+        self._known = _Known()
         self._probe_at = 0.0
-        self._forget_at = time.monotonic() + _FORGET_S
         self.probe: Callable[[PrefixHit], object] = lambda _: None
 
-    def plan(self, hit: PrefixHit, prompt_tokens: int, *, can_split: bool = False, may_probe: bool = True) -> Plan:
+    def share(self, other: Planning) -> None:
+        """Learn together with another client of the same engine, and know what it knows."""
+        self._known = other._known
+
+    def plan(self, hit: PrefixHit, prompt_tokens: int, *, can_split: bool = False) -> Plan:
         """What of a hit is worth loading, by what loads and the engine have taken so far.
 
         All of it, as long as the engine's speed is not known.
@@ -52,27 +63,37 @@ class Planning:
             hit: of a lookup.
             prompt_tokens: of the whole prompt.
             can_split: the engine can compute blocks while later ones are loaded.
-            may_probe: blocks of this hit may be loaded to look again at a source that is not used.
         """
         if not self._enabled:
             return Plan(Leg(hit.start_block, hit.num_blocks))
-        pieces = [Piece(run.start, run.stop, _names(run)) for run in hit.runs if run.stop > run.start]
-        layout = self._layout
-        with self._lock:
-            self._forget()
-            plan = self._planner.plan(
-                pieces, layout.block_bytes, layout.block_tokens, prompt_tokens, can_split=can_split
+        layout, known = self._layout, self._known
+        with known.lock:
+            _forget(known)
+            plan = known.planner.plan(
+                _pieces(hit), layout.block_bytes, layout.block_tokens, prompt_tokens, can_split=can_split
             )
-            due = self._due(hit, plan) if may_probe else None
+            due = self._due(hit, plan)
         if due is not None:
             self.probe(due)
         return plan
 
-    def _forget(self) -> None:
-        """Not every source that seems slow is looked at: some hits may not be probed, some have another source too."""
-        if time.monotonic() >= self._forget_at:
-            self._forget_at = time.monotonic() + _FORGET_S
-            self._planner.sources.forget_unread()
+    def narrowed(self, plan: Plan, hit: PrefixHit, prompt_tokens: int) -> Plan:
+        """A plan without a tail, of which only a part of the head is loaded.
+
+        Args:
+            plan: to narrow.
+            hit: that part.
+            prompt_tokens: of the whole prompt.
+        """
+        assert plan.tail is None
+        if (plan.head.start, plan.head.stop) == (hit.start_block, hit.num_blocks):
+            return plan
+        if not self._enabled or not hit.runs:
+            return Plan(Leg(hit.start_block, hit.num_blocks), reason=plan.reason)
+        layout, known = self._layout, self._known
+        with known.lock:
+            part = known.planner.whole(_pieces(hit), layout.block_bytes, layout.block_tokens, prompt_tokens)
+        return replace(part, reason=plan.reason)
 
     def _due(self, hit: PrefixHit, plan: Plan) -> PrefixHit | None:
         """The first blocks of a source that is not used, once in a while. A tail is use enough."""
@@ -80,8 +101,8 @@ class Planning:
         if plan.tail is not None or first == hit.num_blocks or now < self._probe_at:
             return None
         stop = next(run.stop for run in hit.runs if run.stop > first)
-        self._probe_at = now + _PROBE_S
-        return hit.part(first, min(stop, first + _PROBE_BLOCKS))
+        self._probe_at = now + PROBE_S
+        return hit.part(first, min(stop, first + PROBE_BLOCKS))
 
     def nearest(self, hit: PrefixHit) -> PrefixHit:
         """A hit without the nodes that are much slower than another source of their run, or brought nothing lately.
@@ -89,13 +110,14 @@ class Planning:
         The manager asks nodes before the shared tier, the least busy first. That a copy is in the shared tier stays
         known: what is loaded is not saved again.
         """
-        with self._lock:
-            return replace(hit, runs=tuple(self._near(run) for run in hit.runs))
+        known = self._known
+        with known.lock:
+            return replace(hit, runs=tuple(self._near(known.planner.sources, run) for run in hit.runs))
 
-    def _near(self, run: HitRun) -> HitRun:
+    def _near(self, sources: SourceSpeeds, run: HitRun) -> HitRun:
         if run.local or run.nvme or run.pending or len(_names(run)) < 2:
             return run
-        sources, num_bytes = self._planner.sources, (run.stop - run.start) * self._layout.block_bytes
+        num_bytes = (run.stop - run.start) * self._layout.block_bytes
         usable = [name for name in _names(run) if not sources.stalled(name)]
         known = {name: speed.seconds(num_bytes) for name in usable if (speed := sources.speed(name)) is not None}
         limit_s = _MUCH * min(known.values(), default=0.0)
@@ -104,15 +126,16 @@ class Planning:
 
     def computed(self, context_tokens: int, num_tokens: int, seconds: float) -> None:
         """The engine has computed `num_tokens` behind `context_tokens`."""
-        with self._lock:
-            self._planner.observe_prefill(context_tokens, num_tokens, seconds)
+        known = self._known
+        with known.lock:
+            known.planner.observe_prefill(context_tokens, num_tokens, seconds)
 
     def read(self, hit: PrefixHit, reading: Reading) -> None:
         """A load has ended, however."""
         miss = reading.outcomes[-1] if reading.outcomes else None
         at = hit.start_block + len(reading.outcomes) - 1
-        spans = reading.spans
-        with self._lock:
+        spans, known = reading.spans, self._known
+        with known.lock:
             if miss in _WAITED_IN_VAIN and reading.waited_s:
                 run = next((run for run in hit.runs if run.start <= at < run.stop), None)
                 source = _expected(run) if run is not None else None
@@ -121,16 +144,14 @@ class Planning:
                     spans = [*spans[:-1], Span(source, last.start, last.stop, last.seconds + reading.waited_s)]
                 else:
                     for name in _stalled(run):
-                        self._planner.observe(name, 0, reading.waited_s)
-            self._spans(hit, spans)
+                        known.planner.observe(name, 0, reading.waited_s)
+            self._spans(known.planner, hit, spans)
 
-    def _spans(self, hit: PrefixHit, spans: Iterable[Span]) -> None:
+    def _spans(self, planner: Planner, hit: PrefixHit, spans: Iterable[Span]) -> None:
         for span in spans:
             if span.seconds > 0 and not (span.source is Source.DRAM and not _local(hit, span)):
-                name = _measured(hit, span)
-                self._planner.observe(
-                    name, (span.stop - span.start) * self._layout.block_bytes, span.seconds, span.first_s
-                )
+                num_bytes = (span.stop - span.start) * self._layout.block_bytes
+                planner.observe(_measured(hit, span), num_bytes, span.seconds, span.first_s)
 
     def took(self, hit: PrefixHit, stop: int, seconds: float) -> None:
         """A load by another process took so long as a whole; it brought the blocks before `stop`.
@@ -145,24 +166,45 @@ class Planning:
         blocks = sum(max(0, min(stop, run.stop) - run.start) for run in runs)
         if name in {"", "pending"} or (name == "dram" and not blocks):
             return  # a writer that was waited for is no source, and a block that left memory does not make that slow
-        with self._lock:
-            self._planner.observe(name, blocks * self._layout.block_bytes, seconds)
+        known = self._known
+        with known.lock:
+            known.planner.observe(name, blocks * self._layout.block_bytes, seconds)
 
     def tell(self, speeds: Mapping[str, Speed]) -> None:
         """What this node's manager has measured of sources."""
-        with self._lock:
+        known = self._known
+        with known.lock:
             for source, speed in speeds.items():
-                self._planner.tell(source, speed)
+                known.planner.tell(source, speed)
+
+    def forget(self) -> None:
+        """Forget all sources: they are other ones now."""
+        known = self._known
+        with known.lock:
+            known.planner.sources.forget()
 
     def prefill(self) -> PrefillSpeed | None:
         """The engine's speed; None if it has not computed yet."""
-        with self._lock:
-            return self._planner.prefill()
+        known = self._known
+        with known.lock:
+            return known.planner.prefill()
 
     def speeds(self) -> dict[str, Speed]:
         """Those of sources that were read."""
-        with self._lock:
-            return self._planner.sources.speeds()
+        known = self._known
+        with known.lock:
+            return known.planner.sources.speeds()
+
+
+def _forget(known: _Known) -> None:
+    """Not every source that seems slow is looked at: of some hits another source is used."""
+    if time.monotonic() >= known.forget_at:
+        known.forget_at = time.monotonic() + FORGET_S
+        known.planner.sources.forget_unread()
+
+
+def _pieces(hit: PrefixHit) -> list[Piece]:
+    return [Piece(run.start, run.stop, _names(run)) for run in hit.runs if run.stop > run.start]
 
 
 def _names(run: HitRun) -> tuple[str, ...]:

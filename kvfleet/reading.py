@@ -175,6 +175,7 @@ class Reading:
             timeout_s=min(left_s, grace_s + leg.pace_s * (stop - head) + _ANSWER_S),
             grace_s=grace_s,
             pace_s=leg.pace_s,
+            spare_s=min(leg.spare_s, grace_s / 2),
         )
 
     def _copy(self, sources: list[Source]) -> None:

@@ -16,12 +16,13 @@ from kvfleet.attachment import AttachedNode
 from kvfleet.core.layout import BlockLayout
 from kvfleet.errors import DeadlineExceededError
 from kvfleet.hits import StoreResult
+from kvfleet.node.messages import HintRequest
 from kvfleet.writing import StoreJob, Writing
 
 __all__ = ["StoreTask", "StoreWorker"]
 
 _log = logging.getLogger(__name__)
-_RETIRE_BYTES = 4096  # what the end of a session counts in the queue, so that they are bounded too
+_HINT_BYTES = 4096  # what hints count in the queue besides their keys, so that they are bounded too
 
 
 class StoreTask:
@@ -80,7 +81,7 @@ class StoreWorker:
         self._writing = writing
         self._block_bytes = layout.block_bytes
         self._queue_bytes_max = queue_bytes_max
-        self._jobs: queue.SimpleQueue[tuple[StoreJob | bytes, StoreTask] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[StoreJob | HintRequest, StoreTask] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._thread: threading.Thread | None = None
@@ -103,15 +104,15 @@ class StoreWorker:
             return "forked"
         return self._put(job, task, job.num_blocks * self._block_bytes)
 
-    def retire(self, session: bytes) -> StoreTask:
-        """Tell the manager of the end of a session, after what is queued; its digest is as managers know it."""
+    def hint(self, request: HintRequest) -> StoreTask:
+        """Tell the manager what is known of blocks, after what is queued; the session as managers know it."""
         task = StoreTask()
-        reason = "forked" if self._node.forked else self._put(session, task, _RETIRE_BYTES)
+        reason = "forked" if self._node.forked else self._put(request, task, _hint_bytes(request))
         if reason:
             task.finish(StoreResult(published=False, reason=reason))
         return task
 
-    def _put(self, job: StoreJob | bytes, task: StoreTask, num_bytes: int) -> str:
+    def _put(self, job: StoreJob | HintRequest, task: StoreTask, num_bytes: int) -> str:
         with self._lock:
             if self._closed:
                 return "closed"
@@ -143,10 +144,10 @@ class StoreWorker:
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
             job, task = item
-            if isinstance(job, bytes):
-                self._do_retire(job, task)
-            else:
+            if isinstance(job, StoreJob):
                 self._do_store(job, task)
+            else:
+                self._do_hint(job, task)
             del item, job, task  # while we wait for the next one, this one's memory is the caller's again
 
     def _do_store(self, job: StoreJob, task: StoreTask) -> None:
@@ -159,12 +160,16 @@ class StoreWorker:
             self._queued_bytes -= job.num_blocks * self._block_bytes
         self._finish(job, task, result)
 
-    def _do_retire(self, session: bytes, task: StoreTask) -> None:
+    def _do_hint(self, request: HintRequest, task: StoreTask) -> None:
         try:
-            result = self._writing.retire(session)
+            result = self._writing.hint(request)
         except Exception as error:  # noqa: BLE001  likewise
-            _log.exception("the end of a session is not told")
+            _log.exception("hints are not told")
             result = StoreResult(published=False, reason=type(error).__name__)
         with self._lock:
-            self._queued_bytes -= _RETIRE_BYTES
+            self._queued_bytes -= _hint_bytes(request)
         task.finish(result)
+
+
+def _hint_bytes(request: HintRequest) -> int:
+    return _HINT_BYTES + len(request.keys)

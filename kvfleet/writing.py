@@ -18,7 +18,15 @@ from kvfleet.counts import Stats
 from kvfleet.errors import DeadlineExceededError, KvFleetError, ManagerAvoidedError
 from kvfleet.hits import StoreResult
 from kvfleet.node.arena import Arena
-from kvfleet.node.messages import Bytes, CommitReply, CommitRequest, Namespace, ReserveReply, ReserveRequest
+from kvfleet.node.messages import (
+    Bytes,
+    CommitReply,
+    CommitRequest,
+    HintRequest,
+    Namespace,
+    ReserveReply,
+    ReserveRequest,
+)
 
 __all__ = ["Fill", "StoreJob", "Writing"]
 
@@ -49,6 +57,10 @@ class StoreJob:
     num_blocks: int
     fill: Fill
     hints: Hints = NO_HINTS
+
+    def parent(self, start: int) -> bytes:
+        """The key before block `start`; b"" if there is none."""
+        return self.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else b""
 
 
 class Writing:
@@ -92,19 +104,20 @@ class Writing:
         published = published and dropped < job.num_blocks
         return StoreResult(stored, already, dropped, published, stored * self._layout.block_bytes, reason)
 
-    def retire(self, session: bytes) -> StoreResult:
-        """Tell the manager that a session has ended; once, as it only costs hits if it does not hear of it."""
+    def hint(self, request: HintRequest) -> StoreResult:
+        """Tell the manager what is known of blocks; once, as it only costs hits if it does not hear of it."""
+        already = len(request.keys) // KEY_BYTES
         try:
             self._node.attach(self._config.attach_timeout_s)
-            self._manager.retire(session, self._config.lookup_timeout_s)
+            self._manager.hint(request, self._config.lookup_timeout_s)
         except ManagerAvoidedError:
-            return StoreResult(published=False, reason="manager_unavailable")
+            return StoreResult(already=already, published=False, reason="manager_unavailable")
         except KvFleetError as error:
-            _log.info("the end of a session not told: %s", error)
-            self.stats.called("retire")
-            return StoreResult(published=False, reason="manager_unavailable")
-        self.stats.called("retire")
-        return StoreResult()
+            _log.info("hints not told: %s", error)
+            self.stats.called("hint")
+            return StoreResult(already=already, published=False, reason="manager_unavailable")
+        self.stats.called("hint")
+        return StoreResult(already=already)
 
     def remember(self, job: StoreJob, result: StoreResult) -> None:
         """Keep what was given up without the manager's knowledge, so that lookups can be told why nobody has it."""
@@ -130,6 +143,8 @@ class Writing:
         stop = min(start + self._batch_blocks(arena), job.first + job.num_blocks)
         keys = job.keys[start * KEY_BYTES : stop * KEY_BYTES]
         if (arena.records.find(keys, self._shard).slots >= 0).all():
+            if job.hints.lasting:
+                self.hint(HintRequest(keys, job.parent(start), job.hints))
             return stop, StoreResult(already=stop - start)
         reply = self._reserve(job, start, keys, arena, deadline)
         if reply.arena_id != arena.arena_id:
@@ -153,7 +168,7 @@ class Writing:
             sequence=self._sequence,
             namespace=self._namespace,
             keys=keys,
-            parent=job.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else b"",
+            parent=job.parent(start),
             depth=start,
             shard=self._shard,
             num_bytes=self._layout.block_bytes,

@@ -16,12 +16,12 @@ from kvfleet.testing.policies import block_key
 class Node:
     """A placement with its slabs and a clock; blocks are of 1 MiB if not said otherwise."""
 
-    def __init__(self, num_units: int, *, lower: Iterable[LowerTier] = ()) -> None:
+    def __init__(self, num_units: int, *, lower: Iterable[LowerTier] = (), policy: str = "lru") -> None:
         self.clock = ManualClock()
         self.slabs = SlabMap(num_units * MIB, MIB, 4096)
         self.refusing: set[LowerTier] = set()
         self.uses_needed = 0
-        self.placement = Placement(self.slabs, POLICIES["lru"], lower={tier: self.gate(tier) for tier in lower})
+        self.placement = Placement(self.slabs, POLICIES[policy], lower={tier: self.gate(tier) for tier in lower})
 
     def gate(self, tier: LowerTier) -> Gate:
         return lambda _, uses, _expected: tier not in self.refusing and uses >= self.uses_needed

@@ -17,6 +17,7 @@ from kvfleet.errors import DeadlineExceededError, DirectoryUnavailableError, Tie
 from kvfleet.node.messages import (
     CommitRequest,
     FetchRequest,
+    HintRequest,
     HoldRequest,
     LoadProgress,
     LoadRequest,
@@ -67,8 +68,8 @@ class RigManagerPort(ManagerPort):
         self._call("release", timeout_s, client_id, number)
 
     @override
-    def retire(self, session: bytes, timeout_s: float) -> Any:
-        return self._call("retire", timeout_s, session)
+    def hint(self, request: HintRequest, timeout_s: float) -> Any:
+        return self._call("hint", timeout_s, request)
 
     @override
     def load(self, request: LoadRequest) -> Generator[LoadProgress, None, None]:

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from kvfleet.connectors.transformers import Prefill
     from kvfleet.core.layout import ModelSpec
 
-__all__ = ["UNCOUNTED", "Case", "Site", "expectations", "measures", "open_site", "rows"]
+__all__ = ["Case", "Site", "expectations", "measures", "open_site", "rows"]
 
 _MEASURES = (
     "time until the KV of a prompt is there: `TransformersConnector.prefill` of prompts that only the shared tier has,"
     " read at so many times the speed at which the model computes KV, {speed:.1f} MB/s, and {latency:.0f} ms latency;"
-    " floor: the model alone, block by block. Loads are planned; the first prompts at each speed teach it."
+    " floor: the model alone, block by block. Loads are planned: as long as nothing is known of the tier (`first`), and"
+    " with its speed known."
 )
 
 _LATENCY_S = 0.01
 _TIMEOUT_S = 120.0
 _SEED = 20250101
-UNCOUNTED = 2
-"""Prompts at each speed whose times do not count: the source is not known before."""
+_TEACHING = 1  # prompts whose times do not count: by them the tier's speed becomes known
 
 
 @dataclass(slots=True)
@@ -49,16 +49,28 @@ class Case:
 
     Attributes:
         factor: times the speed of computing.
+        num_first: prompts, the first of all, for each of which nothing was known of the tier.
         alone, cached: until each prompt was there; without the cache, and with it.
         predicted: the latter as its plan expected; None where it did not know.
         loaded: blocks that were loaded of each.
     """
 
     factor: float
+    num_first: int
     alone: list[float] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
     predicted: list[float | None] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
+
+    @property
+    def first(self) -> slice:
+        """The prompts for which nothing was known."""
+        return slice(self.num_first)
+
+    @property
+    def known(self) -> slice:
+        """Those for which the tier's speed was known."""
+        return slice(self.num_first + _TEACHING, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +94,15 @@ class Site:
         from kvfleet.connectors.transformers import TransformersConnector
 
         set_speed(_speed_file(self.directory), _LATENCY_S, factor * self.bytes_per_s)
-        case = Case(factor)
-        with _fleet(self.directory, "reader", self.spec, len(self.prompts)) as fleet:
+        case = Case(factor, num_first=(len(self.prompts) - _TEACHING) // 2)
+        with _fleet(self.directory, "reader", self.spec, self.prompts) as fleet:
             client = fleet.client(self.spec)
             client.attach()
             connector = TransformersConnector(self.model, client)
             _wait(connector.prefill(_random_prompt(self.prompts[0].shape[1], seed=next(self.fresh))))
-            for prompt in self.prompts:
+            for number, prompt in enumerate(self.prompts):
+                if number < case.num_first:
+                    client.planning.forget()
                 case.alone.append(_alone(self.model, prompt, self.spec.block_tokens))
                 prefill = connector.prefill(prompt)
                 plan = prefill.loaded.plan
@@ -106,15 +120,15 @@ def measures(site: Site) -> str:
 
 
 def rows(cases: Sequence[Case], num_tokens: int) -> list[Row]:
-    """Times with the cache beside those without, without the prompts that taught the planner."""
+    """Times with the cache beside those without, but for the prompts that taught the planner."""
     found = []
     for case in cases:
-        alone, cached = case.alone[UNCOUNTED:], case.cached[UNCOUNTED:]
-        ratios = [a / c for a, c in zip(alone, cached, strict=True)]
-        for name, seconds, speeds in (("model alone", alone, [1.0] * len(alone)), ("planned", cached, ratios)):
-            label = name if name == "model alone" else f"shared tier at {case.factor:g}x"
-            low, high = median_interval(speeds)
-            found.append(Row(label, 0, num_tokens, 0, tuple(seconds), statistics.median(speeds), (low, high)))
+        for which, name in ((case.first, f"first at {case.factor:g}x"), (case.known, f"known, {case.factor:g}x")):
+            alone, cached = case.alone[which], case.cached[which]
+            ratios = [a / c for a, c in zip(alone, cached, strict=True)]
+            for label, seconds, speeds in (("model alone", alone, [1.0] * len(alone)), (name, cached, ratios)):
+                low, high = median_interval(speeds)
+                found.append(Row(label, 0, num_tokens, 0, tuple(seconds), statistics.median(speeds), (low, high)))
     return found
 
 
@@ -122,22 +136,27 @@ def expectations(cases: Sequence[Case]) -> str:
     """What was predicted beside what was measured, and what was loaded; in words."""
     words = []
     for case in cases:
-        pairs = zip(case.predicted[UNCOUNTED:], case.cached[UNCOUNTED:], strict=True)
+        pairs = zip(case.predicted[case.known], case.cached[case.known], strict=True)
         known = [(predicted, measured) for predicted, measured in pairs if predicted]
         errors = [abs(predicted / measured - 1) for predicted, measured in known]
         if errors:
             predicted_ms = 1e3 * statistics.median(predicted for predicted, _ in known)
             words.append(
                 f"{case.factor:g}x: {predicted_ms:.0f} ms predicted, off by {100 * statistics.median(errors):.0f} %"
-                f" in the median, blocks loaded {case.loaded}; the first {1e3 * case.cached[0]:.0f} ms,"
-                f" {1e3 * case.alone[0]:.0f} ms alone"
+                f" in the median, blocks loaded {case.loaded}"
             )
     return "; ".join(words)
 
 
 @contextmanager
-def open_site(model: Any, num_tokens: int, num_prompts: int, block_tokens: int) -> Iterator[Site]:  # noqa: ANN401
+def open_site(model: Any, num_tokens: int, repeats: int, block_tokens: int) -> Iterator[Site]:  # noqa: ANN401
     """Compute prompts and have a fleet save them. All is gone afterwards.
+
+    Args:
+        model: of transformers.
+        num_tokens: of a prompt.
+        repeats: prompts that are timed at each speed with nothing known of it, and as many with it known.
+        block_tokens: tokens in a block.
 
     Raises:
         KvFleetError: there is no room for it.
@@ -145,21 +164,21 @@ def open_site(model: Any, num_tokens: int, num_prompts: int, block_tokens: int) 
     from kvfleet.connectors.transformers import TransformersConnector, spec_for
 
     spec = spec_for(model, block_tokens=block_tokens)
-    prompts = [_random_prompt(num_tokens, seed) for seed in range(num_prompts)]
+    prompts = [_random_prompt(num_tokens, seed) for seed in range(2 * repeats + _TEACHING)]
     with tempfile.TemporaryDirectory(prefix="kvfleet-planner-") as name, _ray():
         directory = Path(name)
         set_speed(_speed_file(directory), 0.0, 1e12)
         _alone(model, prompts[0], block_tokens)
         seconds = statistics.median(_alone(model, prompts[0], block_tokens) for _ in range(3))
-        with _fleet(directory, "writer", spec, num_prompts) as fleet:
+        with _fleet(directory, "writer", spec, prompts) as fleet:
             client = fleet.client(spec)
             connector = TransformersConnector(model, client)
             for prompt in prompts:
                 _wait(connector.prefill(prompt))
-            _wait_until_saved(fleet)
+            _wait_until(lambda: not any(node.unsaved_blocks for node in fleet.status().nodes), "saving the prompts")
             client.close()
         whole_tokens = num_tokens // block_tokens * block_tokens
-        yield Site(model, spec, prompts, directory, whole_tokens * spec.bytes_per_token / seconds, count(num_prompts))
+        yield Site(model, spec, prompts, directory, whole_tokens * spec.bytes_per_token / seconds, count(len(prompts)))
 
 
 @contextmanager
@@ -176,17 +195,19 @@ def _ray() -> Iterator[None]:
 
 
 @contextmanager
-def _fleet(directory: Path, name: str, spec: ModelSpec, num_prompts: int) -> Iterator[Fleet]:
-    """A fleet of its own over the same shared tier."""
+def _fleet(directory: Path, name: str, spec: ModelSpec, prompts: Sequence[torch.Tensor]) -> Iterator[Fleet]:
+    """A fleet of its own over the same shared tier, with room for all prompts twice."""
     config = FleetConfig(
         name=f"bench-{os.getpid()}-{name}",
-        dram_bytes=max(256 << 20, 2 * (num_prompts + 1) * spec.layout.block_bytes * 32),
+        dram_bytes=max(64 << 20, 2 * (len(prompts) + 1) * prompts[0].shape[1] * spec.bytes_per_token),
         shared_url="dir:///tier",
         shared_options=throttled_options(directory, _speed_file(directory)),
     )
     fleet = start(config)
     try:
+        fleet.up()
         fleet.wait_for_shared(_TIMEOUT_S)
+        _wait_until(lambda: all(node.populated_bytes >= node.capacity_bytes for node in fleet.status().nodes), "memory")
         yield fleet
     finally:
         fleet.stop()
@@ -219,14 +240,14 @@ def _wait(prefill: Prefill) -> None:
     prefill.wait(_TIMEOUT_S)
 
 
-def _wait_until_saved(fleet: Fleet) -> None:
-    """Wait until all that is in the arenas is in the shared tier.
+def _wait_until(done: Callable[[], bool], what: str) -> None:
+    """Wait for a fleet.
 
     Raises:
         DeadlineExceededError: that takes too long.
     """
     deadline = time.monotonic() + _TIMEOUT_S
-    while any(node.unsaved_blocks for node in fleet.status().nodes):
+    while not done():
         if time.monotonic() > deadline:
-            raise DeadlineExceededError("saving the prompts", _TIMEOUT_S)
+            raise DeadlineExceededError(what, _TIMEOUT_S)
         time.sleep(0.1)

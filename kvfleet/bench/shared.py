@@ -28,9 +28,9 @@ __all__ = ["MEASURES", "Site", "open_site", "rows"]
 
 MEASURES = (
     "write: `SharedTier.write` of blocks of random bytes, framing and checksums included; read: `SharedTier.read` into "
-    "other memory, verified; {concurrency} at once. Floor: the same client library, set up alike, putting and getting "
-    "as many objects of as many bytes at the same concurrency. CPU s/GB of this process, the storage not included: "
-    "{cpu}."
+    "other memory, verified; in {concurrency} threads. Floor: the same client library, set up alike, putting and "
+    "getting as many objects of as many bytes in as many threads; loop: as many at once in its event loop, "
+    "without a thread. CPU s/GB of this process, the storage not included: {cpu}."
 )
 
 _SEED = 20250101
@@ -73,6 +73,11 @@ class _Bare:
     def _path(self, number: int) -> str:
         return f"{self._root}/bare-{number}"
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether the library works in an event loop of its own."""
+        return bool(self._fs.async_impl)
+
     def put(self, number: int, data: bytes) -> Any:  # noqa: ANN401  a coroutine or nothing, as the filesystem has it
         """Write an object."""
         if self._is_s3:
@@ -83,11 +88,17 @@ class _Bare:
         """Read an object in one request."""
         return (self._fs._cat_file if self._fs.async_impl else self._fs.cat_file)(self._path(number), end=num_bytes)
 
-    def run(self, calls: Sequence[Callable[[], Any]], threads: ThreadPoolExecutor, concurrency: int) -> None:
-        """Make calls, so many at once."""
-        if not self._fs.async_impl:
+    def run(self, calls: Sequence[Callable[[], Any]], threads: ThreadPoolExecutor) -> None:
+        """Make calls in threads, as the library's methods that wait do."""
+        from fsspec.asyn import get_loop, sync
+
+        if self.has_loop:
+            list(threads.map(lambda call: sync(get_loop(), call, timeout=_TIMEOUT_S), calls))
+        else:
             list(threads.map(lambda call: call(), calls))
-            return
+
+    def run_in_loop(self, calls: Sequence[Callable[[], Any]], concurrency: int) -> None:
+        """Make calls in the library's event loop, so many at once."""
         from fsspec.asyn import get_loop, sync
 
         async def all_of_them() -> None:
@@ -144,7 +155,6 @@ def rows(site: Site, block_tokens: int, num_blocks: int, repeats: int) -> list[R
     sums = [xxhash.xxh3_64_intdigest(block.data) for block in blocks]
     keys = [BlockKey(xxhash.xxh3_128_digest(number.to_bytes(8, "little"))) for number in range(num_blocks)]
     targets = [np.zeros(layout.block_bytes, np.uint8) for _ in range(num_blocks)]
-    objects = [block.tobytes() for block in blocks]
 
     def write(number: int) -> int:
         return site.tier.write(space, 1, keys[number], 0, blocks[number], sums[number])
@@ -156,15 +166,21 @@ def rows(site: Site, block_tokens: int, num_blocks: int, repeats: int) -> list[R
         return lambda: site.cpu.timed(name, moved, lambda: list(site.threads.map(call, range(num_blocks))))
 
     def bare(name: str, calls: Sequence[Callable[[], Any]]) -> Run:
-        return lambda: site.cpu.timed(name, moved, lambda: site.bare.run(calls, site.threads, site.concurrency))
+        return lambda: site.cpu.timed(name, moved, lambda: site.bare.run(calls, site.threads))
 
-    puts = [partial(site.bare.put, number, data) for number, data in enumerate(objects)]
-    gets = [partial(site.bare.get, number, layout.block_bytes) for number in range(num_blocks)]
+    def loop(name: str, calls: Sequence[Callable[[], Any]]) -> dict[str, Run]:
+        run = partial(site.bare.run_in_loop, calls, site.concurrency)
+        return {name: lambda: site.cpu.timed(name, moved, run)} if site.bare.has_loop else {}
+
+    # As long as the tier's: one that is a little shorter may be one piece less in the storage.
+    object_bytes = write(0)
+    puts = [partial(site.bare.put, number, random.bytes(object_bytes)) for number in range(num_blocks)]
+    gets = [partial(site.bare.get, number, object_bytes) for number in range(num_blocks)]
     moved = num_blocks * layout.block_bytes
     found: list[Row] = []
     for cases in (
-        {"bare put": bare("bare put", puts), "write": tier("write", write)},
-        {"bare get": bare("bare get", gets), "read": tier("read", read)},
+        {"bare put": bare("bare put", puts), "write": tier("write", write), **loop("loop put", puts)},
+        {"bare get": bare("bare get", gets), "read": tier("read", read), **loop("loop get", gets)},
     ):
         found += measure(
             cases,

@@ -16,6 +16,7 @@ from kvfleet.bench.report import Run
 from kvfleet.client import Client
 from kvfleet.config import MIB, FleetConfig
 from kvfleet.core.layout import BlockLayout, ModelSpec
+from kvfleet.core.policies import DEFAULT
 from kvfleet.errors import DeadlineExceededError
 from kvfleet.fleet import Fleet, start
 
@@ -97,9 +98,12 @@ def arena_bytes(spec: ModelSpec, num_blocks: int) -> int:
 
 
 @contextmanager
-def running_fleet(dram_bytes: int, address: str | None) -> Iterator[Fleet]:
+def running_fleet(
+    dram_bytes: int, address: str | None, *, policy: str = DEFAULT, name: str = "bench"
+) -> Iterator[Fleet]:
     """A fleet of its own name, with this node's arena in memory; gone afterwards."""
-    fleet = start(FleetConfig(name=f"bench-{os.getpid()}", dram_bytes=dram_bytes), address=address)
+    config = FleetConfig(name=f"{name}-{os.getpid()}", dram_bytes=dram_bytes, policy=policy)
+    fleet = start(config, address=address)
     try:
         wait_until_populated(fleet)
         yield fleet

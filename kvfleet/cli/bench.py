@@ -200,7 +200,7 @@ def planner(
 
     with plain_errors():
         model = load_model(prepare_smollm2(cache_directory()))
-        with bench.open_site(model, tokens, repeats + bench.UNCOUNTED, block_tokens) as site:
+        with bench.open_site(model, tokens, repeats, block_tokens) as site:
             cases = site.cases(factor)
         measures = f"{bench.measures(site)} {bench.expectations(cases)}."
         _tell("planner", measures, bench.rows(cases, tokens), json_file, count="tokens")
@@ -235,11 +235,30 @@ def policies(
         Console().print(costs)
         if trace is not None:
             loaded = load_trace(trace)
-            shares = capacity or [max(1, loaded.distinct * percent // 100) for percent in (1, 2, 5, 10, 20)]
+            rooms = capacity or [max(1, loaded.distinct * percent // 100) for percent in (1, 2, 5, 10, 20)]
             found = Table("policy", "room, blocks", "hits", title=f"{trace.name}: {len(loaded.requests):,} requests")
-            for one in bench.hits(names, shares, loaded):
-                found.add_row(one.policy, f"{one.capacity_blocks:,}", f"{one.hit_rate:.1%}")
+            for hit in bench.hits(names, rooms, loaded):
+                found.add_row(hit.policy, f"{hit.capacity_blocks:,}", f"{hit.hit_rate:.1%}")
             Console().print(found)
+
+
+@app.command("managers")
+def bench_managers(
+    policy: Annotated[list[str], typer.Option(help="By name. Repeat for several.")] = ["hold-turn"],  # noqa: B006
+    requests: Annotated[int, typer.Option(min=1, help="Of a round.")] = 40,
+    address: RayAddress = None,
+) -> None:
+    """What policies cost a manager that stores and looks up, beside leaf-first LRU."""
+    from rich.table import Table
+
+    from kvfleet.bench import managers as bench
+
+    with plain_errors():
+        title = bench.MEASURES.format(blocks=bench.BLOCKS, base=bench.BASE, rounds=bench.ROUNDS)
+        shares = Table("policy", "requests a second", f"of those with {bench.BASE}", title=title)
+        for one in bench.throughputs(policy, address, requests):
+            shares.add_row(one.policy, f"{one.requests_per_s:.0f}", f"{one.share:.0%}")
+        Console().print(shares)
 
 
 def _sizes(block_tokens: list[int], blocks: list[int]) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ def record(
     """Record what is asked of a running fleet, as hashed ids of blocks, for `kvfleet simulate` and `kvfleet size`.
 
     Ids are salted anew for each recording: they tell which prefixes were equal, nothing else; tokens are not in it.
-    Engines go on as they are. What they produce, and sessions, are not recorded.
+    Sessions, turns and ends are in it where engines tell them. What engines produce is not recorded.
     """
     console, bytes_max = Console(stderr=True), parse_bytes(size)
     with plain_errors():

@@ -1,7 +1,7 @@
 """Recording what is asked of a fleet: from all its nodes into a trace, with ids that tell nothing.
 
-An id is a hash of the block's key with a salt that is drawn for the recording and forgotten: two recordings cannot be
-compared, and what a prompt was cannot be tried. Tokens are never seen.
+An id, of a block or a session, is a hash with a salt that is drawn for the recording and forgotten: two recordings
+cannot be compared, and what a prompt was cannot be tried. Tokens are never seen.
 """
 
 from __future__ import annotations
@@ -84,11 +84,14 @@ class TraceBook:
             return
         time_s = max(0, asked.time_ns - self._begun_ns) / 1e9
         ids = [self._id(asked.keys[at : at + KEY_BYTES]) for at in range(0, len(asked.keys), KEY_BYTES)]
-        self._writer.write(Line(time_s, ids, max(asked.prompt_tokens, len(ids) * self._block_tokens), 0))
+        tokens, hints = max(asked.prompt_tokens, len(ids) * self._block_tokens), asked.hints
+        session = f"{self._id(hints.session):016x}" if hints.session else ""
+        self._writer.write(Line(time_s, ids, tokens, 0, session, hints.turn, hints.final))
         self.told.requests += 1
         self.told.blocks += len(ids)
 
     def _id(self, key: bytes) -> int:
+        """Of a block or a session."""
         return int.from_bytes(hashlib.blake2b(key, key=self._salt, digest_size=_ID_BYTES).digest(), "big")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvfleet.core.block import BlockKey
 
@@ -30,8 +30,7 @@ def shared_takes(_num_bytes: int, _uses: int, expected_uses: float | None) -> bo
     return expected_uses is None or expected_uses >= EXPECTED_MIN
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlock:
+class NewBlock(NamedTuple):
     """A record that wants in; `parent` is None for the first block of a prefix."""
 
     key: BlockKey
@@ -48,8 +47,7 @@ class Grant:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(NamedTuple):
     """A record that left its slot."""
 
     key: BlockKey

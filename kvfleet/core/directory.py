@@ -7,7 +7,7 @@ the whole inventory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +15,8 @@ from kvfleet.core.block import KEY_BYTES
 from kvfleet.core.census import DirectoryStats, NodeStats
 from kvfleet.core.inventory import RECORD_BYTES, Applied, Delta, Digest, InventoryPage, NodeId, split_records
 from kvfleet.core.outcomes import Miss
-from kvfleet.core.rows import SHARED, NodeRows, Rows
+from kvfleet.core.rows import SHARED, NodeRows, Rows, some_bits, split_bits
+from kvfleet.core.spoken import Spoken
 
 __all__ = [
     "RECORD_BYTES",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 _EPOCHS_MAX = 4096  # dropped nodes whose last epoch is still known
+_NAMED_MAX = 32  # holders of one block: a block that a thousand nodes have would make an answer of 60 KB
+_NEXT = 7  # from where holders are named, in bits, from one answer to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Run:
     Attributes:
         start: index of the first block.
         stop: index after the last one.
-        nodes: holders of the record asked for, in no order of preference.
+        nodes: holders of the record asked for, in no order of preference; of very many, some, each time others.
         shared: a copy is in the shared tier.
     """
 
@@ -77,7 +80,8 @@ class Directory:
         self._nodes: dict[NodeId, _Node] = {}
         self._by_bit: dict[int, NodeId] = {}
         self._left: dict[NodeId, int] = {}  # last epochs of nodes that were dropped
-        self._expected: frozenset[NodeId] | None = None
+        self._spoken = Spoken()
+        self._named_from = 0
 
     def apply(self, delta: Delta) -> Applied:
         """Take in a node's changes.
@@ -96,14 +100,15 @@ class Directory:
         self._rows.add(delta.shared_added, SHARED)
         held = node.held
         if not node.synced or held is None or delta.seq != node.seq + 1:
-            node.synced = False
+            self._mark(delta.node, node, synced=False)
             return Applied.NEED_INVENTORY
         node.seq = delta.seq
         held.note(self._rows.remove(delta.removed, held.bit), -1)
         self._add(delta.added, held)
         self._rows.not_admitted(delta.not_admitted)
         if delta.digest is not None:
-            node.synced = not held.differs(delta.digest) and (held.complete or not self._rows.roomy)
+            synced = not held.differs(delta.digest) and (held.complete or not self._rows.roomy)
+            self._mark(delta.node, node, synced=synced)
         self._rows.sweep()
         return Applied.OK if node.synced else Applied.NEED_INVENTORY
 
@@ -133,8 +138,7 @@ class Directory:
 
     def drop_node(self, node_id: NodeId) -> None:
         """Forget what a dead node held; an unknown one is fine. If it lives after all, an inventory brings it back."""
-        if self._expected is not None:
-            self._expected -= {node_id}
+        self._spoken.gone(node_id)
         node = self._nodes.pop(node_id, None)
         if node is None:
             return
@@ -147,7 +151,7 @@ class Directory:
 
     def expect(self, nodes: frozenset[NodeId]) -> None:
         """Name the nodes that may hold something, whether they have spoken or not; in place of those named before."""
-        self._expected = nodes
+        self._spoken.expect(nodes)
 
     def locate(self, keys: bytes, shard: int, num_shards: int) -> list[Run]:
         """Where the blocks of a prefix are, up to the first that nobody has whole.
@@ -190,9 +194,8 @@ class Directory:
             reason = self._rows.why(key + shard.to_bytes(2, "little"))
             if reason is not None:
                 return reason
-        told = self._nodes and self._expected is not None and self._nodes.keys() >= self._expected
-        told = told and all(node.synced for node in self._nodes.values())
-        return Miss.NEVER_STORED if told and self._rows.departures.complete else Miss.UNKNOWN
+        told = self._spoken.all_told and self._rows.departures.complete
+        return Miss.NEVER_STORED if told else Miss.UNKNOWN
 
     def shared_among(self, records: bytes) -> bytes:
         """Those of some packed records of which the shared tier has a copy, in the same order."""
@@ -201,7 +204,7 @@ class Directory:
     def holders(self, record: bytes) -> tuple[NodeId, ...]:
         """The nodes that hold a packed record."""
         bits = self._rows.part(record).get(record, 0) & self._rows.visible & ~SHARED
-        return tuple(self._by_bit[bit] for bit in _split_bits(bits))
+        return tuple(self._by_bit[bit] for bit in split_bits(bits))
 
     def tables(self) -> Sequence[Mapping[bytes, int]]:
         """The rows, to be measured: tables of record → bits."""
@@ -220,13 +223,21 @@ class Directory:
     def _runs(self, starts: list[tuple[int, int]], stop: int) -> list[Run]:
         """Runs from where each starts and its bits."""
         names: dict[int, tuple[NodeId, ...]] = {}
+        self._named_from += _NEXT
         for _, bits in starts:
             if bits not in names:
-                names[bits] = tuple(self._by_bit[bit] for bit in _split_bits(bits & ~SHARED))
+                names[bits] = tuple(
+                    self._by_bit[bit] for bit in some_bits(bits & ~SHARED, self._named_from, _NAMED_MAX)
+                )
         return [
             Run(start, end, names[bits], bool(bits & SHARED))
             for (start, bits), (end, _) in pairwise([*starts, (stop, 0)])
         ]
+
+    def _mark(self, node_id: NodeId, node: _Node, *, synced: bool) -> None:
+        """Note whether all is known that a node holds."""
+        node.synced = synced
+        self._spoken.told(node_id, everything=synced)
 
     def _hear(self, node_id: NodeId, epoch: int) -> _Node | None:
         """The sender's state, made if new; None if a later epoch has spoken.
@@ -239,9 +250,11 @@ class Directory:
             if epoch < self._left.get(node_id, epoch):
                 return None
             node = self._nodes[node_id] = _Node(epoch)
+            self._spoken.told(node_id, everything=False)
         if epoch > node.epoch:
             self._void(node, Miss.UNKNOWN)
-            node.epoch, node.seq, node.synced = epoch, 0, False
+            node.epoch, node.seq = epoch, 0
+            self._mark(node_id, node, synced=False)
         return node if epoch == node.epoch else None
 
     def _add(self, records: bytes, held: NodeRows) -> None:
@@ -255,7 +268,8 @@ class Directory:
         else:
             self._retire(node, Miss.EVICTED if node.held.epoch == arrived.epoch else Miss.HOLDER_LOST)
         node.held, node.arriving = arrived, None
-        node.seq, node.synced = node.arriving_seq, True
+        node.seq = node.arriving_seq
+        self._mark(node_id, node, synced=True)
         self._rows.visible |= arrived.bit
         self._by_bit[arrived.bit] = node_id
 
@@ -278,11 +292,3 @@ class Directory:
             self._rows.retire(node.held.bit, why)
             del self._by_bit[node.held.bit]
             node.held = None
-
-
-def _split_bits(bits: int) -> Iterator[int]:
-    """The single bits of a mask, lowest first."""
-    while bits:
-        low = bits & -bits
-        yield low
-        bits ^= low

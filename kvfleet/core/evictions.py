@@ -151,6 +151,8 @@ class Evictions:
         return num_slots
 
     def _evict(self, key: BlockKey, answer: Admission) -> None:
+        assert not self._residents.blocks[key].busy, "nobody reads or writes what goes"
+        assert key not in self._holds, "what is held stays"
         for shard, record in list(self._residents.blocks[key].records.items()):
             answer.evicted.append(self.remove(key, shard))
             self._counters.evicted += 1

@@ -29,6 +29,7 @@ OTHER_STATE = (
     "conv_L_cache",
     "conv_kernel",
     "cross_attention_layers",
+    "full_attention_interval",
     "index_topk",
     "layers_block_type",
     "linear_attn_config",

@@ -67,6 +67,7 @@ class Granting:
             waiting.extend(spurned)
         else:
             answer.declined.extend(spurned)
+        assert not answer.declined or asked.optional, "what is needed is not declined"
 
     def _make_room(self, asked: Asked, waiting: deque[int], answer: Admission, *, optional: bool) -> int:
         blocks = [asked.blocks[i] for i in waiting]

@@ -62,6 +62,11 @@ class Hints:
         values: dict[str, Any] = {str(name): value for name, value in fields.items() if name in _FIELDS}
         return cls(**values | {"session": session_digest(values.get("session") or "")})
 
+    @property
+    def lasting(self) -> bool:
+        """Whether there is something in it for blocks that are here already; their turn a policy counts itself."""
+        return bool(self.session) or self.final
+
     def within(self, namespace_id: bytes) -> Hints:
         """The same, with a session that no other namespace has: what one tenant ends is not another's."""
         return replace(self, session=scoped(self.session, namespace_id)) if self.session else self

@@ -7,6 +7,8 @@ behind a hole is of use to an engine otherwise, so the choice is where a load be
 
 An estimate may be wrong, or a source not measured yet. A load is therefore paced: it goes on as long as it keeps ahead
 of computing the same blocks, but for a grace. What it can cost is bounded by that grace, whatever the estimates say.
+Where an engine can split a prompt, a source that is not measured yet costs no grace: half of what it is said to have is
+computed at once, while the other half is loaded, and nobody waits for that.
 """
 
 from __future__ import annotations
@@ -66,6 +68,17 @@ class Planner:
 
     # what follows
 
+    def whole(self, pieces: Sequence[Piece], block_bytes: int, block_tokens: int, prompt_tokens: int) -> Plan:
+        """All of a hit that has blocks, as a plan; see `plan`."""
+        assert pieces
+        assert all(piece.stop == after.start for piece, after in pairwise(pieces)), "pieces leave no gap"
+        route, prefill = Route(self.sources, pieces, block_bytes, block_tokens, prompt_tokens), self.prefill()
+        if prefill is not None:
+            return route.whole(prefill)
+        start, stop = pieces[0].start, pieces[-1].stop
+        load_s = route.load_s(start, stop)
+        return Plan(Leg(start, stop, predicted_s=load_s), None, route.names(start, stop), load_s)
+
     def plan(
         self, pieces: Sequence[Piece], block_bytes: int, block_tokens: int, prompt_tokens: int, *, can_split: bool
     ) -> Plan:
@@ -85,9 +98,7 @@ class Planner:
         if not pieces:
             return Plan(Leg(0, 0), recompute_s=self.prefill_s(0, prompt_tokens))
         prefill = self.prefill()
-        route = Route(self.sources, pieces, block_bytes, block_tokens, prompt_tokens)
         if prefill is None:
-            start, stop = pieces[0].start, pieces[-1].stop
-            load_s = route.load_s(start, stop)
-            return Plan(Leg(start, stop, predicted_s=load_s), None, route.names(start, stop), load_s)
+            return self.whole(pieces, block_bytes, block_tokens, prompt_tokens)
+        route = Route(self.sources, pieces, block_bytes, block_tokens, prompt_tokens)
         return route.best(prefill, can_split=can_split)

@@ -17,6 +17,7 @@ from kvfleet.core.slabs import SlabMap
 __all__ = ["Block", "Record", "Residents"]
 
 _COLDER_BY_DEPTH_S = 1e-6
+_READ_S = 30.0  # a load reads what it brought in this time, or not at all
 _EMPTY_MAX = 8  # slot sizes, beyond which those without blocks are forgotten with what their policies remember
 
 
@@ -62,6 +63,7 @@ class Block:
         uses: how often it was used since it came here.
         read_due: its next use is no reason to save it: a load brought it for that, or it is the first one since a tier
             below dropped its copy. With a tier that drops, each read would have it written once more.
+        awaited: a load brought it, and the read that it was brought for has not come: that is the use it came with.
         records: by shard.
         busy: how many of them are being written, and how many transfers of them there are. A busy block stays.
     """
@@ -73,6 +75,7 @@ class Block:
     depth: int = 0
     uses: int = 0
     read_due: bool = False
+    awaited: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     busy: int = 0
 
@@ -206,6 +209,7 @@ class Residents:
         block = self.blocks[key]
         record = block.records.pop(shard)
         block.busy -= record.busy
+        assert block.busy >= 0, "each read and write of a record is counted once"
         self.num_records -= 1
         self._heat[record.slot] = -np.inf
         self._keys[record.slot] = None
@@ -230,9 +234,12 @@ class Residents:
             return
         block.uses += uses
         if now > block.last_used:
+            awaited = block.awaited and now <= block.last_used + _READ_S
             block.last_used = now
-            self._policies[block.size].touch(key, now, uses)
+            self._policies[block.size].touch(key, now, 0 if awaited else uses)
             self._used[key] = None
+        if uses:
+            block.awaited = False
 
     def audit(self) -> list[str]:
         """What does not add up; nothing, unless there is a bug."""

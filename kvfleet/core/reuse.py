@@ -3,7 +3,8 @@
 A *life* of a block begins with a use and ends with the next one. Lives are of a class, as the policy sees it. What is
 counted is how many lives of a class ended at which age, and how long how many went on at that age: the two give the
 rate of reuse by age, also where most lives have not ended yet. Rates of a class with little data are drawn towards what
-its turn and its growth (see `kind_of_turn`) have elsewhere, and those towards the rate of all blocks.
+its turn and its growth (see `kind_of_turn`) have elsewhere, and those towards the rate of all blocks. Blocks that are
+used as one prefix say as much as one block: how much data there is, is counted in prefixes, whatever a block's size.
 
 The *worth* of a block is the most uses per second of room that keeping it can bring: over all times that it may be kept
 from now on, the largest quotient of how likely it is used in that time and how long it takes up room (the index of
@@ -16,46 +17,21 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
-__all__ = ["NUM_KINDS", "ReuseModel", "kind_of_shared", "kind_of_turn"]
+from kvfleet.core.reuseclasses import AGES, EDGES, GROUPS, NUM_KINDS, WIDTHS, age_of, place_of
+from kvfleet.core.reuserates import Floats, best_worths, reuse_rates
 
-_Floats = npt.NDArray[np.float64]
+__all__ = ["ReuseModel"]
 
-_TURNS = 4  # later ones count as this
-_GROWTHS = 5
-_AGES = 30
-_AGE_MIN_S = 3.0
-_STEP = 2**0.5  # between ages
-_LOG_STEP = math.log(_STEP)
 _COHORTS_MAX = 512
 _TICK_S = 10.0
 _STEPS_MAX = 32  # after a pause: the event loop waits for it, 1 ms a step
 _REFRESH_S = 10.0  # between computations of the worths: with 30 s, traffic that changes quickly is learned too late
+_NEWS = 0.02  # of what is known: so much more has to be known before they are computed again
+_STALE_S = 60.0  # or so much time has to pass
+_GAIN, _GAIN_LESS = 0.05, 0.03  # more hits that worth has to promise before it rules, and to go on
 _HALF_S = 1800.0  # in which what was seen loses half its weight; longer if blocks live longer than that
-_ENOUGH = 200  # uses that have been seen again before anything is said
-_PRIOR = 200.0  # uses of a class that weigh as much as what is known of its turn and growth
-_OVER = 0.1  # how likely, compared to others, what is said to be over is used again, until that is known
-_PRIOR_BY_AGE = 50.0  # at one age
-_EXPOSED_MIN_S = 60.0  # for each second of an age: what less was seen of is taken from younger ages
-
-NUM_KINDS = 2 * (_TURNS + 1) * _GROWTHS
-_HALF_KINDS = NUM_KINDS // 2
-
-
-def kind_of_shared(uses: int) -> int:
-    """The class of a block that prefixes of different ends share, and that was used so often."""
-    return _HALF_KINDS + min(uses, _TURNS) * _GROWTHS
-
-
-def kind_of_turn(turn: int, growth: int) -> int:
-    """The class of a block of one conversation.
-
-    Args:
-        turn: of the conversation, from 1; 0 if it is said to be over.
-        growth: new blocks of that turn.
-    """
-    return min(turn, _TURNS) * _GROWTHS + min(_GROWTHS - 1, max(1, growth).bit_length() - 1)
+_ENOUGH = 20  # prefixes that have been used again before anything is said
 
 
 class ReuseModel:
@@ -66,16 +42,27 @@ class ReuseModel:
 
     Attributes:
         due: when `tick` has something to do.
+        rules: whether keeping what is worth most promises more hits, in so much room, than keeping what was used last.
+            Where the two promise about the same, what is not known well yet does harm: last use is the better guide.
+
+    Args:
+        capacity: blocks there is room for.
     """
 
-    def __init__(self) -> None:
-        self._edges = np.concatenate(([0.0], _AGE_MIN_S * _STEP ** np.arange(_AGES)))
-        self._ended = np.zeros((NUM_KINDS, _AGES))
-        self._exposed = np.zeros((NUM_KINDS, _AGES))  # seconds
-        self._cohorts: dict[int, _Floats] = {}  # lives that go on, by when they began
+    def __init__(self, capacity: int) -> None:
+        assert capacity > 0, "there is room for a block"
+        self.rules = False
+        self._capacity = capacity
+        self._seen_s = 0.0  # how long it was looked at
+        self._ended = np.zeros((NUM_KINDS, AGES))
+        self._exposed = np.zeros((NUM_KINDS, AGES))  # seconds
+        self._cohorts: dict[int, Floats] = {}  # lives that go on, by when they began
         self._width_s = _TICK_S  # of cohorts
         self.due = self._next_refresh = -math.inf
-        self._num_ended = 0
+        self._num_ended = 0.0
+        self._num_pairs = 0.0  # of lives that ended in one run, ordered and with themselves
+        self._num_new = 0  # ended since worths were computed
+        self._run = 0  # lives that ended in the last one
         self._worths: list[list[float]] = []  # of each class at the middle of each age; empty: too early to say
         self._chances: list[list[float]] = []  # of another use
 
@@ -98,10 +85,19 @@ class ReuseModel:
         if counts is not None:
             counts[number] -= 1.0
 
-    def ended(self, number: int, age: float) -> None:
-        """A life ended with a use, at an age."""
-        self._ended[number, self._age(age)] += 1.0
-        self._num_ended += 1
+    def ended(self, number: int, age: float, *, follows: bool) -> None:
+        """A life ended with a use, at an age.
+
+        Args:
+            number: its class.
+            age: seconds.
+            follows: its block comes after the one whose life ended before: the two are used as one prefix.
+        """
+        self._ended[number, age_of(age)] += 1.0
+        self._run = self._run + 1 if follows else 1
+        self._num_ended += 1.0
+        self._num_new += 1
+        self._num_pairs += 2 * self._run - 1
 
     def tick(self, now: float) -> None:
         """Let lives that go on grow older, at `due` or later. First all lives should be told that `began`."""
@@ -117,123 +113,85 @@ class ReuseModel:
         self.due = max(self.due, (now // self._width_s + 1) * self._width_s)
         while len(self._cohorts) > _COHORTS_MAX:
             self._widen()
-        if now >= self._next_refresh and self._num_ended >= _ENOUGH:
-            self._refresh()
-            self._next_refresh = now + max(_REFRESH_S, self._width_s)
+        if now >= self._next_refresh and self._num_ended >= _ENOUGH * self._clump():
+            old = now >= self._next_refresh + _STALE_S
+            if old or self._num_new >= _NEWS * self._num_ended:
+                self._refresh()
+                self._num_new = 0
+                self._next_refresh = now + max(_REFRESH_S, self._width_s)
 
     def worth(self, number: int, age: float) -> float:
         """Uses per second of room, at best, of a block of a class so long after its last use. Needs `ready`."""
         worths = self._worths[number]
-        place = self._place(age)
+        place = place_of(age)
         if place <= 0.0:
             return worths[0]
         below = int(place)
-        if below >= _AGES - 1:
+        if below >= AGES - 1:
             return worths[-1]
-        return worths[below] + (worths[below + 1] - worths[below]) * (place - below)
+        least = worths[below]
+        return least + (worths[below + 1] - least) * (place - below)
 
     def chance(self, number: int, age: float) -> float:
         """How likely a block of a class is used again at all, so long after its last use. Needs `ready`."""
-        return self._chances[number][self._age(age)]
-
-    def _age(self, age: float) -> int:
-        return min(_AGES - 1, max(0, int(self._place(age) + 0.5)))
-
-    def _place(self, age: float) -> float:
-        """Where an age is among the middles of the ages, which are numbered from 0."""
-        if age < _AGE_MIN_S:
-            return age / _AGE_MIN_S - 0.5
-        return math.log(age / _AGE_MIN_S) / _LOG_STEP + 0.5
+        return self._chances[number][age_of(age)]
 
     def _expose(self, now: float, passed_s: float) -> None:
         """All lives that go on have become older by some ticks."""
-        self._cohorts = {cohort: counts for cohort, counts in self._cohorts.items() if counts.any()}
         decay = 0.5 ** (passed_s / max(_HALF_S, 20 * self._width_s))
         self._ended *= decay
         self._exposed *= decay
-        cohorts = [cohort for cohort in self._cohorts if (cohort + 1) * self._width_s <= now]
-        if cohorts:
-            old = (now - (np.array(cohorts) + 0.5) * self._width_s)[:, None]
+        self._seen_s = self._seen_s * decay + passed_s
+        self._num_ended *= decay
+        self._num_pairs *= decay
+        if not self._cohorts:
+            return
+        numbers = np.array([*self._cohorts])
+        counts = np.array([*self._cohorts.values()])
+        alive = counts.any(axis=1)
+        if not alive.all():
+            self._cohorts = {number: self._cohorts[number] for number in numbers[alive].tolist()}
+        alive &= (numbers + 1) * self._width_s <= now
+        if alive.any():
+            old = (now - (numbers[alive] + 0.5) * self._width_s)[:, None]
             young = np.maximum(old - passed_s, 0.0)
-            within = np.minimum(old, self._edges[1:]) - np.maximum(young, self._edges[:-1])
-            counts = np.stack([self._cohorts[cohort] for cohort in cohorts])
-            self._exposed += counts.T @ np.maximum(within, 0.0)
+            within = np.minimum(old, EDGES[1:]) - np.maximum(young, EDGES[:-1])
+            self._exposed += counts[alive].T @ np.maximum(within, 0.0)
 
     def _widen(self) -> None:
         """Lives go on for so long that coarser cohorts will do."""
         self._width_s *= 2
-        cohorts: dict[int, _Floats] = {}
+        cohorts: dict[int, Floats] = {}
         for cohort, counts in self._cohorts.items():
             cohorts[cohort // 2] = cohorts.get(cohort // 2, 0.0) + counts
         self._cohorts = cohorts
 
+    def _clump(self) -> float:
+        """How many lives end together: so many uses say as much as one that depends on no other."""
+        return self._num_pairs / self._num_ended if self._num_ended else 1.0
+
     def _refresh(self) -> None:
-        rates = np.vstack([self._rates(slice(0, _HALF_KINDS)), self._rates(slice(_HALF_KINDS, NUM_KINDS))])
-        widths = np.diff(self._edges)
-        hazard = rates * widths
+        clump = self._clump()
+        rates = np.vstack([reuse_rates(self._ended[kinds], self._exposed[kinds], clump) for kinds in GROUPS])
+        hazard = rates * WIDTHS
         passed = np.hstack([np.zeros((NUM_KINDS, 1)), np.cumsum(hazard, axis=1)])
         likely = -np.expm1(-hazard)
-        room = np.where(hazard > 1e-9, likely / np.maximum(rates, 1e-300), widths)  # while the age lasts
-        best = np.zeros((NUM_KINDS, _AGES))
-        for age in range(_AGES):
-            alive = np.exp(passed[:, age : age + 1] - passed[:, age:-1])
-            used = np.cumsum(alive * likely[:, age:], axis=1)
-            taken = np.cumsum(alive * room[:, age:], axis=1)
-            best[:, age] = (used / taken).max(axis=1)
-        self._worths = best.tolist()
+        room = np.where(hazard > 1e-9, likely / np.maximum(rates, 1e-300), WIDTHS)  # while the age lasts
+        worths = best_worths(passed.T.copy(), likely.T.copy(), room.T.copy()).T
+        self._worths = worths.tolist()
+        self.rules = self._promises(worths, _GAIN_LESS if self.rules else _GAIN)
         self._chances = (-np.expm1(passed[:, :-1] - passed[:, -1:])).tolist()
 
-    def _rates(self, kinds: slice) -> _Floats:
-        """Of reuse a second, by class and age."""
-        ended, exposed = self._ended[kinds], self._exposed[kinds]
-        factors = np.ones(len(ended))
-        base = np.zeros(_AGES)
-        for _ in range(4):
-            base = self._base(ended.sum(axis=0), factors @ exposed)
-            factors = _factors(ended.sum(axis=1), exposed @ base)
-        expected = np.maximum(factors[:, None] * base, 1e-12)
-        return np.asarray((ended + _PRIOR_BY_AGE) / (exposed + _PRIOR_BY_AGE / expected))
-
-    def _base(self, ended: _Floats, exposed: _Floats) -> _Floats:
-        """The rate by age of all classes together, smoothed; it falls once it is past its top."""
-        spread = np.array([0.5, 1.0, 0.5])
-        ended, seen = np.convolve(ended, spread, "same"), np.convolve(exposed, spread, "same")
-        known = np.flatnonzero(seen > _EXPOSED_MIN_S * np.diff(self._edges))
-        if not len(known) or not ended.sum():
-            return np.full(_AGES, 1e-9)
-        rates = np.interp(np.arange(_AGES), known, ended[known] / seen[known])
-        last = known[-1]
-        rates[last:] = rates[last] * self._edges[last + 1] / self._edges[last + 1 :]
-        top = int(rates.argmax())
-        rates[top:] = _falling(rates[top:], np.where(np.arange(_AGES) <= last, exposed, 0.0)[top:] + 1e-6)
-        return rates
+    def _promises(self, worths: Floats, gain: float) -> bool:
+        """Whether worth promises by a share `gain` more hits than last use, by what was seen of classes and ages."""
+        taken, used = self._exposed / self._seen_s, self._ended / self._seen_s  # blocks, and their uses a second
+        by_last_use = _within(self._capacity, taken.sum(axis=0), used.sum(axis=0))
+        kept_for = np.minimum.accumulate(worths, axis=1)  # what is gone does not come back when it is older
+        order = np.argsort(-kept_for, axis=None, kind="stable")
+        by_worth = _within(self._capacity, taken.ravel()[order], used.ravel()[order])
+        return by_worth > (1.0 + gain) * by_last_use
 
 
-def _factors(ended: _Floats, expected: _Floats) -> _Floats:
-    """How much likelier a class is used again than all, from how often it was and how often that was to be expected."""
-    before = np.array([_OVER] + [1.0] * _TURNS)[:, None]
-    by_turn = before
-    by_growth = np.ones((1, _GROWTHS))
-    ended, expected = ended.reshape(_TURNS + 1, _GROWTHS), expected.reshape(_TURNS + 1, _GROWTHS)
-    for _ in range(3):
-        by_turn = (ended.sum(axis=1, keepdims=True) + _PRIOR * before) / (
-            (expected * by_growth).sum(axis=1, keepdims=True) + _PRIOR
-        )
-        by_growth = (ended.sum(axis=0, keepdims=True) + _PRIOR) / (
-            (expected * by_turn).sum(axis=0, keepdims=True) + _PRIOR
-        )
-    return np.asarray((ended + _PRIOR) / (expected + _PRIOR / (by_turn * by_growth))).ravel()
-
-
-def _falling(rates: _Floats, weights: _Floats) -> _Floats:
-    """The weighted least-squares fit that never rises (pool adjacent violators)."""
-    pools: list[tuple[float, float, int]] = []
-    for rate, weight in zip(rates.tolist(), weights.tolist(), strict=True):
-        pool = (rate, weight, 1)
-        while pools and pools[-1][0] < pool[0]:
-            rate_before, weight_before, length = pools.pop()
-            total = weight_before + pool[1]
-            mean = (rate_before * weight_before + pool[0] * pool[1]) / total
-            pool = (mean, total, length + pool[2])
-        pools.append(pool)
-    return np.concatenate([np.full(length, rate) for rate, _, length in pools])
+def _within(capacity: float, taken: Floats, used: Floats) -> float:
+    """Uses of as many blocks as there is room for, the first ones first."""
+    return float(np.interp(capacity, np.cumsum(taken), np.cumsum(used)))

@@ -9,7 +9,7 @@ from kvfleet.core.speeds import PrefillSpeed, SourceSpeeds
 
 __all__ = ["Leg", "Piece", "Plan", "Route"]
 
-_GRACE = 0.04  # of the time without the cache: what a load may lose
+_GRACE = 0.03  # of the time without the cache: what a load may lose
 _LATENCY_SLACK = 1.25  # times the latency that a measured source is waited for
 _WORTH = 1.02  # a plan must be faster by this factor: below it, loading is all risk
 
@@ -38,6 +38,7 @@ class Leg:
         pace_s: what a block that came is worth, seconds of computing. The load ends as soon as more than `grace_s` and
             `pace_s` for each block that came have passed. Infinite: it is not paced.
         predicted_s: what the load will take; None if a source is not measured yet.
+        spare_s: of `grace_s`, what a source that sends nothing leaves to the next one that may have the blocks.
     """
 
     start: int
@@ -45,6 +46,10 @@ class Leg:
     grace_s: float = float("inf")
     pace_s: float = float("inf")
     predicted_s: float | None = None
+    spare_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.start <= self.stop
 
     @property
     def num_blocks(self) -> int:
@@ -80,12 +85,6 @@ class Plan:
         """Blocks that are loaded."""
         return self.head.num_blocks + (self.tail.num_blocks if self.tail else 0)
 
-    @property
-    def deadline_s(self) -> float:
-        """Longest that the loads may take, should they be paced; else infinity."""
-        legs = [leg for leg in (self.head, self.tail) if leg is not None and leg.num_blocks]
-        return sum(leg.grace_s + leg.pace_s * leg.num_blocks for leg in legs)
-
 
 @dataclass(frozen=True, slots=True)
 class _Way:
@@ -117,15 +116,27 @@ class _Costs:
 
     def __init__(self, speeds: SourceSpeeds, piece: Piece, block_bytes: int) -> None:
         self.start, self.stop = piece.start, piece.stop
+        for name in piece.sources:
+            speeds.wanted(name)
         usable = [name for name in piece.sources if not speeds.stalled(name)]
+        self.num_usable = len(usable)
         known = [(name, speed) for name in usable if (speed := speeds.speed(name)) is not None]
         num_bytes = (piece.stop - piece.start) * block_bytes
         name, speed = min(known, key=lambda one: one[1].seconds(num_bytes), default=("", None))
-        self.usable = bool(usable)
         self.known = speed is not None
         self.name = name or next(iter((*usable, *piece.sources)), "")
         self.latency_s = speed.latency_s if speed else 0.0
         self.block_s = block_bytes / speed.bytes_per_s if speed else 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is anybody to ask."""
+        return self.num_usable > 0
+
+    def assume(self, compute_s: _Compute) -> None:
+        """Take a source that is not known to be as fast as computing; this node's memory is faster than that."""
+        if not self.known and self.name != "dram":
+            self.block_s = compute_s(self.start, self.stop) / (self.stop - self.start)
 
 
 class Route:
@@ -159,18 +170,33 @@ class Route:
         return sum(cost.latency_s + size * cost.block_s for cost, size in parts)
 
     def _hoped_s(self, start: int, stop: int) -> float:
-        """What their load takes at best: no time where the source is not known."""
+        """What their load takes: no time where the source is not known, nor assumed."""
         parts = self._parts(start, stop)
         return sum((cost.latency_s + size * cost.block_s if cost.usable else float("inf")) for cost, size in parts)
 
     def best(self, prefill: PrefillSpeed, *, can_split: bool) -> Plan:
-        """The fastest way, as a plan."""
+        """The fastest way, as a plan.
+
+        A source that is not known is tried: within a load's grace; or, if the engine can split, with a tail that
+        nobody waits for, since blocks that do not come while those before them are computed are computed as well.
+        """
         compute_s = _Compute(prefill, self._block_tokens, self._prompt_tokens)
+        if can_split:
+            for cost in self._costs:
+                cost.assume(compute_s)
         recompute_s = compute_s(self._start)
         nothing = _Way(self._start, self._start, self._start, recompute_s)
         best = min((nothing, *self._ways(compute_s, can_split=can_split)), key=lambda way: way.ttft_s)
-        if best.ttft_s * _WORTH >= recompute_s:
-            best = nothing
+        return self._plan(nothing if best.ttft_s * _WORTH >= recompute_s else best, compute_s)
+
+    def whole(self, prefill: PrefillSpeed) -> Plan:
+        """All of it, as a plan."""
+        compute_s = _Compute(prefill, self._block_tokens, self._prompt_tokens)
+        ttft_s = self._hoped_s(self._start, self._stop) + compute_s(self._stop)
+        return self._plan(_Way(self._stop, self._stop, self._stop, ttft_s), compute_s)
+
+    def _plan(self, best: _Way, compute_s: _Compute) -> Plan:
+        recompute_s = compute_s(self._start)
         head = self._leg(self._start, best.head, compute_s, 0.0, recompute_s)
         between_s = compute_s(best.head, best.tail)
         tail = self._leg(best.tail, best.stop, compute_s, between_s, recompute_s) if best.stop > best.tail else None
@@ -215,13 +241,20 @@ class Route:
     def _leg(self, start: int, stop: int, compute_s: _Compute, meanwhile_s: float, recompute_s: float) -> Leg:
         if start == stop:
             return Leg(start, stop, predicted_s=0.0)
-        predicted_s = self.load_s(start, stop)
-        grace_s = meanwhile_s + _GRACE * recompute_s
+        predicted_s, parts = self.load_s(start, stop), [cost for cost, _ in self._parts(start, stop)]
+        loses_s = _GRACE * recompute_s
+        grace_s = meanwhile_s + loses_s
         pace_s = compute_s(start, start + 1)  # the cheapest of them: computing gets slower with the context
         if predicted_s is not None:
-            grace_s += _LATENCY_SLACK * sum(cost.latency_s for cost, _ in self._parts(start, stop))
+            grace_s += _LATENCY_SLACK * sum(cost.latency_s for cost in parts)
             pace_s = compute_s(start, stop) / (stop - start)
-        return Leg(start, stop, grace_s, pace_s, predicted_s)
+        elif meanwhile_s:  # over when the engine is through, even if all blocks come in the time that they have
+            grace_s = loses_s = meanwhile_s / 2
+            pace_s = grace_s / (stop - start)
+        several = any(cost.num_usable > 1 for cost in parts)
+        spare_s = loses_s / 2 if several else 0.0
+        assert 0 <= spare_s <= grace_s
+        return Leg(start, stop, grace_s, pace_s, predicted_s, spare_s)
 
     def _reason(self, best: _Way, compute_s: _Compute) -> str:
         """Why not all is loaded first, in words."""
@@ -231,9 +264,12 @@ class Route:
             return f"blocks {best.head} to {best.tail - 1} are computed while those behind them are loaded"
         cost = next(cost for cost in self._costs if cost.stop > best.stop)
         start = max(cost.start, best.stop)
+        name = _words(cost.name)
         if not cost.usable:
-            return f"{_words(cost.name)} brought nothing in its time when it was last asked"
-        name, load_s = _words(cost.name), cost.latency_s + (cost.stop - start) * cost.block_s
+            return f"{name} brought nothing in its time when it was last asked"
+        if not cost.known:
+            return f"{name} was not measured yet, and there are too few blocks to compute some meanwhile"
+        load_s = cost.latency_s + (cost.stop - start) * cost.block_s
         computed_s = compute_s(start, cost.stop)
         return f"loading from {name} takes {load_s * 1e3:.0f} ms, computing {computed_s * 1e3:.0f} ms"
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from kvfleet.core.departures import Departures
 from kvfleet.core.inventory import RECORD_BYTES, Digest, split_records
 from kvfleet.core.outcomes import Miss
 
-__all__ = ["SHARED", "NodeRows", "Rows"]
+__all__ = ["SHARED", "NodeRows", "Rows", "some_bits", "split_bits"]
 
 SHARED = 1  # bit 0 of a row
 SWEEP_ROWS = 2_000  # visited by one sweep at most, give or take a part: about 2 ms
@@ -194,3 +195,22 @@ class Rows:
     def _reason(self, bits: int) -> Miss:
         """Why a record that has only retired bits is missing; the loss of a node comes first."""
         return next((why for why, retired in self._retired_as.items() if bits & retired), Miss.UNKNOWN)
+
+
+def split_bits(bits: int) -> Iterator[int]:
+    """The single bits of a mask, lowest first."""
+    assert bits >= 0
+    while bits:
+        low = bits & -bits
+        yield low
+        bits ^= low
+
+
+def some_bits(bits: int, start: int, most: int) -> Iterator[int]:
+    """All single bits of a mask; of more than `most` so many, from a place on and round: with other starts, others."""
+    assert most > 0
+    if bits.bit_count() <= most:
+        return split_bits(bits)
+    place = start % max(1, bits.bit_length())
+    later = bits >> place << place
+    return islice(chain(split_bits(later), split_bits(bits ^ later)), most)

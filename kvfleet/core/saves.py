@@ -117,7 +117,7 @@ class Saves:
     def brought(self, key: BlockKey) -> None:
         """A load has brought a block: for the node's own drives it is new, the shared tier waits for another use."""
         block = self._residents.blocks[key]
-        block.read_due = True
+        block.read_due = block.awaited = True
         for shard in block.records if "nvme" in self._lower else ():
             self._want(key, shard, "nvme")
             self._order(self._lower["nvme"].queue, key)

@@ -110,6 +110,7 @@ class _Source:
         self.line = Line(_KEEP)
         self.told: Speed | None = None
         self.stalled = False
+        self.wanted = False
         self.read = False
 
     def speed(self) -> Speed | None:
@@ -151,11 +152,20 @@ class SourceSpeeds:
         found = self._source(source)
         found.told = speed
 
+    def wanted(self, source: str) -> None:
+        """A plan has looked at a source."""
+        if source in self._sources:
+            self._sources[source].wanted = True
+
     def forget_unread(self) -> None:
-        """Forget sources of which nothing was read since the last call: what made them slow may be over."""
-        self._sources = {name: found for name, found in self._sources.items() if found.read}
+        """Forget sources that were wanted since the last call and not read: what made them slow may be over."""
+        self._sources = {name: found for name, found in self._sources.items() if found.read or not found.wanted}
         for found in self._sources.values():
-            found.read = False
+            found.wanted = found.read = False
+
+    def forget(self) -> None:
+        """Forget all sources."""
+        self._sources.clear()
 
     def _source(self, name: str) -> _Source:
         found = self._sources.pop(name, None) or _Source()

@@ -66,15 +66,15 @@ class Arrivals:
     async def _next(self, sent: int) -> tuple[Outcome, ...]:
         while len(self.outcomes) == sent:
             self._arrived.clear()
-            left_s, ahead_s = self._slots.left_s, self._ahead_s(sent)
+            left_s, ahead_s = self._slots.left_s, self.ahead_s(sent)
             try:
                 await within(min(left_s, ahead_s), self._arrived.wait())
             except asyncio.TimeoutError:
                 return (Miss.DEADLINE if left_s <= ahead_s else Miss.SLOWER_THAN_COMPUTE,)
         return tuple(self.outcomes[sent:])
 
-    def _ahead_s(self, came: int) -> float:
-        """Seconds until the load falls behind computing the blocks that came, at least 0."""
+    def ahead_s(self, came: int) -> float:
+        """Seconds until a load of which so many blocks came falls behind computing them, at least 0."""
         request = self._slots.request
         worth_s = request.pace_s * came if came else 0.0
         return max(0.0, self._slots.began + request.grace_s + worth_s - now())

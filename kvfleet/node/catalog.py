@@ -14,6 +14,7 @@ Two keepers at once, because one was thought dead, do no harm: the manifests of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from kvfleet.core.block import BlockKey
 from kvfleet.core.catalog import Flags
 from kvfleet.core.directory import NodeId, split_records
 from kvfleet.core.objectrows import ROW_BYTES, ObjectRows, record_ids, rows_of
-from kvfleet.errors import DirectoryUnavailableError, KvFleetError, StaleEpochError
+from kvfleet.errors import DirectoryUnavailableError, KvFleetError, StaleEpochError, TierUnavailableError
 from kvfleet.node.catalogbook import CatalogBook
 from kvfleet.node.catalogstatus import CatalogStatus
 from kvfleet.node.directorylink import CALL_TIMEOUT_S, DeltaReply, DirectoryLink, ObjectRequest
@@ -34,7 +35,7 @@ from kvfleet.node.landing import settle
 from kvfleet.node.manifestwriter import APPEND_ROWS_MAX
 from kvfleet.node.publishing import Publisher
 from kvfleet.node.sweeping import sweep
-from kvfleet.node.waiting import now
+from kvfleet.node.waiting import now, within
 
 __all__ = ["CatalogKeeper"]
 
@@ -44,6 +45,7 @@ _CALLS = 8  # to the storage at once, to delete
 _MARK_MAX = 1 << 16  # chosen at once: a second of work among a million objects
 _DELETE_MAX = 2048  # told and deleted together
 _PAUSE_MAX_S = 30.0
+_HURRY_S = 0.1  # between looks at what is to be written down while a stop waits for it
 _SWEEP_S = 60.0  # a folder: some hours for all of a model's, and no more load than that
 
 
@@ -72,7 +74,8 @@ class CatalogKeeper:
         self._untold_life = 0
         self._book: CatalogBook | None = None
         self._hurry_until = float("-inf")
-        self._sweep: Iterator[None] = iter(())
+        self._hurried = asyncio.Event()
+        self._sweep: Iterator[TierUnavailableError | None] = iter(())
         self._sweep_at = now() + _SWEEP_S
         self.deleted = 0
         self.problem = ""
@@ -88,6 +91,11 @@ class CatalogKeeper:
     def hurry(self, seconds: float) -> None:
         """Write down what comes within some seconds at once: the fleet is about to stop."""
         self._hurry_until = now() + seconds
+        self._hurried.set()
+
+    @property
+    def _hurries(self) -> bool:
+        return now() < self._hurry_until
 
     def status(self) -> CatalogStatus | None:
         """Sizes; None where the catalog is not kept."""
@@ -112,7 +120,7 @@ class CatalogKeeper:
                 if self._book is None:
                     self._book = await settle(self._threads, lambda: CatalogBook.open(self._shared, self._config))
                 await self._tick(self._book)
-                self.problem, pause_s = "", self._config.heartbeat_s
+                self.problem, pause_s = "", _HURRY_S if self._hurries else self._config.heartbeat_s
             except StaleEpochError as error:
                 _log.info("another node keeps the catalog of the shared tier: %s", error)
                 self._named.clear()  # the directory names us again if it was the other that is out of date
@@ -121,7 +129,9 @@ class CatalogKeeper:
                 self.problem = str(error)
                 _log.info("the shared tier's catalog, next try in %.0f s: %s", pause_s, error)
                 pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(pause_s, self._hurried.wait())
+            self._hurried.clear()
 
     async def close(self) -> None:
         """End the threads; `run` was cancelled."""
@@ -134,8 +144,7 @@ class CatalogKeeper:
         if self._untold_life == book.life or not book.told:
             await self._tell(book)
         await self._trim(book)
-        hurry = now() < self._hurry_until
-        if book.num_changes and (hurry or now() - book.appended_at >= self._config.manifest_interval_s):
+        if book.num_changes and (self._hurries or now() - book.appended_at >= self._config.manifest_interval_s):
             await self._write(book)
         elif not book.num_changes:
             book.written = book.position
@@ -144,8 +153,14 @@ class CatalogKeeper:
             await settle(self._threads, self._sweep_next)
 
     def _sweep_next(self) -> None:
-        if next(self._sweep, self) is self:
-            self._sweep = sweep(self._shared.objects)  # from the beginning, the next time
+        """The next folder, or from the beginning the next time."""
+        try:
+            problem = next(self._sweep)
+        except StopIteration:
+            self._sweep = sweep(self._shared.objects)
+        else:
+            if problem is not None:
+                raise problem
 
     async def _collect(self, book: CatalogBook) -> bool:
         """Take in what the managers say, and answer whether this node is still the keeper."""

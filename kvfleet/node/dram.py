@@ -181,10 +181,11 @@ class DramTier:
         return Reservation(granted, admission.already, admission.refused, admission.transfers, admission.declined)
 
     def note_accesses(self) -> None:
-        """Tell placement what readers did since the last time, oldest first."""
+        """Tell placement what readers did since the last time, oldest first; of what was read at once parents first."""
         now = self._records.last_access[: self._slots_end].copy()
         slots = np.flatnonzero(now != self._seen_access[: self._slots_end])
-        for slot in slots[np.argsort(now[slots], kind="stable")].tolist():
+        order = np.lexsort((self._records.depths(slots), now[slots]))
+        for slot in slots[order].tolist():
             key = self.placement.touch_slot(slot, int(now[slot]) / NS)
             if key is not None:
                 self.on_use(key, int(now[slot]) / NS)

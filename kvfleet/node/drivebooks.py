@@ -76,6 +76,12 @@ class DriveBooks:
         self.deleted.update(records)
         return [self.entries.pop(record) for record in records]
 
+    def shards(self, key: BlockKey) -> list[Entry]:
+        """The shards of a block; none if one of them is just being written."""
+        found = [self.entries.get(record_id(key, shard)) for shard in self.placement.shards(key)]
+        whole = [entry for entry in found if entry is not None]
+        return whole if len(whole) == len(found) else []
+
     def stored(self, entry: Entry) -> None:
         """A block that was being written is on the medium, index and all."""
         self.placement.commit(BlockKey(entry.key), entry.shard, entry.last_access / NS)

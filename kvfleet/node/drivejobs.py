@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +13,12 @@ import numpy.typing as npt
 from kvfleet.core.block import BlockKey
 from kvfleet.core.slabs import SlabMap
 from kvfleet.errors import CorruptBlockError
-from kvfleet.node.codecs import Codec
-from kvfleet.node.drive import pages
+from kvfleet.node.codecs import RAW, Codec
+from kvfleet.node.drive import Drive, moment, pages
+from kvfleet.node.drivecalls import DriveCalls
 from kvfleet.node.driveentry import Entry
 
-__all__ = ["Write", "encode"]
+__all__ = ["Write", "encode", "outgrown"]
 
 _SIZE_STEPS = 16  # slots of coded blocks come in so many sizes
 
@@ -74,3 +76,42 @@ def encode(codec: Codec, write: Write, _: Callable[[], float]) -> Write | None:
     step = SlabMap.slot_size(-(-entry.num_bytes // _SIZE_STEPS))
     entry = replace(entry, coded_bytes=start, slot_bytes=-(-start // step) * step, codec=codec.number)
     return replace(write, entry=entry, source=data)
+
+
+async def outgrown(drive: Drive, calls: DriveCalls, writes: Sequence[Write]) -> dict[BlockKey, list[Write]]:
+    """Read what a drive has of blocks of which a shard comes that is coded larger than their slots.
+
+    All shards of a block have slots of one size: with any of them missing the others are of no use. So these are to be
+    forgotten and written again, raw, to slots that are large enough whatever else comes.
+
+    Raises:
+        TierUnavailableError: the drive failed.
+    """
+    found: dict[BlockKey, list[Entry]] = {}
+    num_bytes = 2 * drive.cost(len(writes))
+    for write in writes:
+        key = BlockKey(write.entry.key)
+        shards = [] if key in found else drive.books.shards(key)
+        cost = (1 + len(shards)) * SlabMap.slot_size(write.entry.num_bytes)
+        too_large = bool(shards) and write.entry.slot_bytes > shards[0].slot_bytes
+        if too_large and drive.budget.allows(num_bytes + cost, moment().monotonic_s):
+            num_bytes += cost
+            found[key] = shards
+    parents = {BlockKey(write.entry.key): write.parent for write in writes}
+    again = {key: [await _again(drive, calls, entry, parents[key]) for entry in found[key]] for key in found}
+    return {
+        key: [write for write in again[key] if write is not None]
+        for key in found
+        if drive.books.shards(key) == found[key]  # none came or went meanwhile
+    }
+
+
+async def _again(drive: Drive, calls: DriveCalls, entry: Entry, parent: BlockKey | None) -> Write | None:
+    """A shard that is on the drive, to be written once more; None if it is damaged."""
+    data = pages(entry.num_bytes)
+    try:
+        await calls.read(partial(drive.read, entry, data))
+    except CorruptBlockError:
+        return None
+    raw = replace(entry, coded_bytes=entry.num_bytes, slot_bytes=SlabMap.slot_size(entry.num_bytes), codec=RAW.number)
+    return Write(raw, parent, data, lambda: True)

@@ -26,7 +26,7 @@ from kvfleet.node.drive import Drive, moment
 from kvfleet.node.drivebooks import NS
 from kvfleet.node.drivecalls import DriveCalls
 from kvfleet.node.driveentry import Entry
-from kvfleet.node.drivejobs import Write, encode
+from kvfleet.node.drivejobs import Write, encode, outgrown
 from kvfleet.node.driveledger import DriveLedger
 from kvfleet.node.drivestatus import DriveCounts
 
@@ -173,7 +173,11 @@ class DriveWriter:
         return batch
 
     async def _write_batch(self, batch: Sequence[Write]) -> None:
-        slots = self._admit(await self._coded(batch))
+        writes = await self._coded(batch)
+        for key, again in (await outgrown(self._drive, self._calls, writes)).items():
+            self.forget(key)
+            writes += again
+        slots = self._admit(writes)
         try:
             await self._ledger.prepare(sum(map(self._books.slabs.slot_bytes, slots.values())))
             with self._ledger.writing():

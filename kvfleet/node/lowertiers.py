@@ -9,6 +9,7 @@ from typing import Any
 
 from kvfleet.config import FleetConfig
 from kvfleet.core.admission import shared_takes
+from kvfleet.core.block import BlockKey
 from kvfleet.core.inventory import split_records
 from kvfleet.core.placement import Gate, LowerTier, Transfer
 from kvfleet.node.catalog import CatalogKeeper
@@ -115,6 +116,11 @@ class LowerTiers:
         self.saver.wake()
         if self.drives is not None:
             self.drives.spiller.wake()
+
+    def retire(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks will not be used again, it is said: the first to go from the drives. Nobody may save them for that."""
+        if self.drives is not None:
+            self.drives.nvme.retire(keys)
 
     async def move(self, transfers: Sequence[Transfer]) -> None:
         """Have each transfer carried out by who writes to its tier; it is completed as it ends."""

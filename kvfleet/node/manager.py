@@ -27,6 +27,7 @@ from kvfleet.node.messages import (
     CommitReply,
     CommitRequest,
     FetchRequest,
+    HintRequest,
     HoldRequest,
     LoadProgress,
     LoadRequest,
@@ -155,9 +156,9 @@ class TierManager:
         """End a client's hold."""
         self._parts().holds.release(client_id, number)
 
-    async def retire(self, session: bytes) -> int:
-        """A session has ended. Returns how many blocks that were its alone are the first to go now, on all nodes."""
-        return self._parts().writers.retire(session)
+    async def hint(self, request: HintRequest) -> int:
+        """See `HintRequest`. Returns how many blocks are the first to go now, on all nodes if a session has ended."""
+        return self._parts().writers.hint(request)
 
     async def status(self) -> NodeStatus:
         """How this node is doing."""

@@ -137,6 +137,21 @@ class ReserveReply:
 
 
 @dataclass(frozen=True, slots=True)
+class HintRequest:
+    """What is known of the future of blocks that the node holds.
+
+    Attributes:
+        keys: packed, consecutive blocks of one prefix; none for the end of a session (`final`).
+        parent: key of the block before the first, or b"" if the first is the root's child.
+        hints: of who uses them.
+    """
+
+    keys: bytes
+    parent: bytes
+    hints: Hints
+
+
+@dataclass(frozen=True, slots=True)
 class CommitRequest:
     """The slots are written: make them visible. Idempotent.
 
@@ -200,6 +215,7 @@ class LoadRequest:
         timeout_s: remaining seconds.
         grace_s, pace_s: the load ends as soon as more than `grace_s`, and `pace_s` for each block that came, have
             passed: the client computes the rest sooner. Infinite: it does not.
+        spare_s: of `grace_s`, what a source that sends nothing leaves to the next one.
     """
 
     namespace: Namespace
@@ -212,6 +228,7 @@ class LoadRequest:
     timeout_s: float
     grace_s: float = float("inf")
     pace_s: float = float("inf")
+    spare_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

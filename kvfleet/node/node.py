@@ -80,7 +80,7 @@ class Node:
             self.endpoint, self.publisher, link, config, self._threads, drive_reads,
         )  # fmt: skip
         self.server = Server(self.dram, self._admitter, ByteBudget(half), store, config, drive_reads)
-        self.writers = Writers(self.dram, self._admitter, lower.wake, self.publisher)
+        self.writers = Writers(self.dram, self._admitter, lower, self.publisher)
         self.holds = Holds(self.dram, self._admitter)
         self.recording = Recording(home.directory)
         self.tallies = TallyBook(home.directory / CLIENTS_DIR, home.directory / "departed")
@@ -179,6 +179,7 @@ class Node:
             sent_bytes=self.server.sent_bytes,
             shared_problem="" if self.endpoint is None else self.endpoint.problem,
             shared_counts={} if self.endpoint is None else dict(self.endpoint.counts),
+            retired_blocks=self.writers.retired_blocks,
             saved_blocks=self.saver.writes.blocks,
             save_failures=self.saver.writes.failures,
             resyncs=self.publisher.resyncs,

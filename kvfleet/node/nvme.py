@@ -144,7 +144,7 @@ class NvmeTier:
 
     def last_uses(self) -> dict[bytes, float]:
         """When each record was used last, in seconds before the newest use of its drive."""
-        return {r: s for bay in self._bays if bay.at_work is not None for r, s in bay.at_work.last_uses().items()}
+        return {r: s for drive in self._at_work() for r, s in drive.last_uses().items()}
 
     def where(self, key: BlockKey, shard: int) -> str:
         """The directory of the drive that has a record, as it was configured; "" if none has it."""
@@ -166,9 +166,16 @@ class NvmeTier:
 
     def touch(self, key: BlockKey, now: float) -> None:
         """Note a use of a block; one that is not here is ignored."""
-        for bay in self._bays:
-            if bay.at_work is not None:
-                bay.at_work.touch(key, now)
+        for drive in self._at_work():
+            drive.touch(key, now)
+
+    def retire(self, keys: Sequence[BlockKey]) -> None:
+        """It is said that blocks will not be used again: the first to go. Those that are not here are ignored."""
+        for drive in self._at_work():
+            drive.drive.books.placement.retire(keys)
+
+    def _at_work(self) -> list[DriveAtWork]:
+        return [bay.at_work for bay in self._bays if bay.at_work is not None]
 
     def drop(self, key: BlockKey) -> None:
         """Take out a block, all shards of it: an operator says so, or it is corrupt."""
@@ -207,16 +214,10 @@ class NvmeTier:
         return any(takes(load, num_bytes, uses, most, expected_uses=expected_uses) for load in self._loads().values())
 
     def _loads(self) -> dict[DriveAtWork, Load]:
-        loads = ((bay.at_work, bay.at_work.load()) for bay in self._bays if bay.at_work is not None)
-        return {drive: load for drive, load in loads if load is not None}
+        return {drive: load for drive in self._at_work() if (load := drive.load()) is not None}
 
     async def write(
-        self,
-        stored: Stored,
-        parent: BlockKey | None,
-        source: Bytes,
-        itemsize: int,
-        check: Callable[[], bool],
+        self, stored: Stored, parent: BlockKey | None, source: Bytes, itemsize: int, check: Callable[[], bool]
     ) -> bool:
         """Have a block on a drive, if there is room.
 
@@ -251,11 +252,8 @@ class NvmeTier:
 
     def _choose(self, stored: Stored) -> DriveAtWork | None:
         """The drive for a record: the one that has other shards of its block, else the best."""
-        loads = {
-            drive: load
-            for drive, load in self._loads().items()
-            if takes(load, stored.num_bytes, _ALL_USES, self._queue_bytes_max)
-        }
+        most = self._queue_bytes_max
+        loads = {d: load for d, load in self._loads().items() if takes(load, stored.num_bytes, _ALL_USES, most)}
         if not loads:
             return None
         drives = [drive for drive in loads if drive.has(stored.key)] or list(loads)

@@ -95,9 +95,16 @@ class Peers:
                 self.holders.answered(node)
         self._wake.set()
 
-    def stream(self, node: NodeId, request: FetchRequest, total_bytes: int) -> PeerStream:
-        """Ask a node for blocks; see `Transport.fetch`."""
-        return PeerStream(self, node, request, total_bytes)
+    def stream(self, node: NodeId, request: FetchRequest, total_bytes: int, patience_s: float | None) -> PeerStream:
+        """Ask a node for blocks; see `Transport.fetch`.
+
+        Args:
+            node: to ask.
+            request: for what.
+            total_bytes: of all blocks.
+            patience_s: longest wait for the first of them; None: as long as for any.
+        """
+        return PeerStream(self, node, request, total_bytes, patience_s)
 
     def waiter(self, node: NodeId) -> asyncio.Future[None]:
         """Done when the node is avoided."""
@@ -120,11 +127,14 @@ class PeerStream:
         miss: why it ended early, once `windows` has ended; None if the holder has sent what it has.
     """
 
-    def __init__(self, peers: Peers, node: NodeId, request: FetchRequest, total_bytes: int) -> None:
+    def __init__(
+        self, peers: Peers, node: NodeId, request: FetchRequest, total_bytes: int, patience_s: float | None
+    ) -> None:
         self._peers = peers
         self._node = node
         self._request = request
         self._total_bytes = total_bytes
+        self._patience_s = patience_s
         self._deadline = now() + request.timeout_s
         self.miss: Miss | None = None
 
@@ -156,15 +166,17 @@ class PeerStream:
             holders.ended(self._node, self._total_bytes)
 
     async def _first(self, stream: AsyncGenerator[Window, None]) -> Window | None:
-        """The first window; None at the end, or if the node turns out to be a bad one meanwhile."""
+        """The first window; None at the end, or if the node turns out to be a bad one, or a slow one, meanwhile."""
         waiter = self._peers.waiter(self._node)
         pull: asyncio.Future[Window | None] = asyncio.ensure_future(anext(stream, None))
         try:
             either: set[asyncio.Future[Any]] = {pull, waiter}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
             if pull.done():
                 return pull.result()
-            self.miss = Miss.UNREACHABLE
+            self.miss = Miss.UNREACHABLE if waiter.done() else Miss.TOO_SLOW
+            if not waiter.done():
+                self._peers.doubted(self._node)
             return None
         finally:
             self._peers.forget_waiter(self._node, waiter)

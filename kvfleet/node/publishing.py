@@ -25,6 +25,7 @@ __all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publish
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.5
+_WRITTEN_S = 0.25  # between questions whether the manifests have it all: each is a call to the directory
 _BUSY_S = 0.1
 _BUSY_TRIES = 100
 _SHARED_MAX = 1_000_000
@@ -177,7 +178,7 @@ class Publisher:
             if left <= 0:
                 return False
             await self.flush(min(left, self._config.heartbeat_s))
-            await asyncio.sleep(min(left, self._config.heartbeat_s / 4))
+            await asyncio.sleep(min(left, self._config.heartbeat_s / 4, _WRITTEN_S))
         return True
 
     async def run(self) -> None:

@@ -5,9 +5,10 @@ one has. Clients look for a file twice a second; a request costs them some 20 µ
 for `ALIVE_S` a recording has ended, whatever became of who began it.
 
     header   32 bytes: magic, who records, when the file was made by the node's monotonic clock
-    requests one after the other: length, the client's losses before it, wall time, tokens of prompt and block, keys
+    requests one after the other: length, the client's losses before it, wall time, tokens of prompt and block, hints
+             (the digest of a session or zeros; a turn or 0; whether it is the final one), keys
 
-Keys are in it as they are: the file is as private as the arena.
+Keys and sessions are in it as they are: the file is as private as the arena.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.hints import NO_HINTS, SESSION_BYTES, Hints
 from kvfleet.node.arena import Arena
 
 __all__ = ["ALIVE_S", "FILE_BYTES_MAX", "Asked", "RecordReply", "Recorder", "Recording", "read_asked"]
@@ -32,9 +34,10 @@ FILE_BYTES_MAX = 16 << 20
 """Of what is asked between two reads: a million blocks."""
 
 _FILE = "recording"
-_MAGIC = b"kvrecrd1"
+_MAGIC = b"kvrecrd2"
 _HEADER = struct.Struct("<8s16sQ")
-_ASKED = struct.Struct("<IIQII")
+_ASKED = struct.Struct("<IIQII16sI?")
+_NO_SESSION = bytes(SESSION_BYTES)
 _LOOK_EVERY_S = 0.5
 _WRITERS_WAIT_S = 0.1  # for clients that are appending
 _POLL_S = 0.002
@@ -49,12 +52,20 @@ class Asked:
         prompt_tokens: of its prompt.
         block_tokens: of a block.
         keys: of its whole blocks, packed.
+        hints: of it; their priority is not recorded.
     """
 
     time_ns: int
     prompt_tokens: int
     block_tokens: int
     keys: bytes
+    hints: Hints = NO_HINTS
+
+    def pack(self, lost: int) -> bytes:
+        """As it is in the file, with the number that were lost before it."""
+        size, known = _ASKED.size + len(self.keys), self.hints
+        head = size, lost, self.time_ns, self.prompt_tokens, self.block_tokens
+        return _ASKED.pack(*head, known.session or _NO_SESSION, known.turn or 0, known.final) + self.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,9 @@ class Recorder:
         self._lock = threading.Lock()
         self._lost = 0
 
-    def note(self, arena: Arena | None, time_ns: int, keys: bytes, prompt_tokens: int = 0) -> None:
+    def note(
+        self, arena: Arena | None, time_ns: int, keys: bytes, prompt_tokens: int = 0, hints: Hints = NO_HINTS
+    ) -> None:
         """A request was looked up.
 
         Args:
@@ -93,12 +106,13 @@ class Recorder:
             time_ns: wall time.
             keys: of its whole blocks, packed.
             prompt_tokens: of its prompt; if it is not known, those of its whole blocks are taken.
+            hints: of it; the session as managers know it.
         """
         now = time.monotonic()
         if arena is None or self._silent or now < self._look_at:
             return
         tokens = max(prompt_tokens, len(keys) // KEY_BYTES * self._block_tokens)
-        asked, path = Asked(time_ns, tokens, self._block_tokens, keys), arena.path.parent / _FILE
+        asked, path = Asked(time_ns, tokens, self._block_tokens, keys, hints), arena.path.parent / _FILE
         with self._lock:
             lost, self._lost = self._lost, 0
         try:
@@ -127,10 +141,8 @@ def _append(path: Path, asked: Asked, lost: int) -> bool:
             return False
         if not _alive(os.pread(fd, _HEADER.size, 0), time.monotonic()):
             raise FileNotFoundError
-        entry = _ASKED.pack(_ASKED.size + len(asked.keys), lost, asked.time_ns, asked.prompt_tokens, asked.block_tokens)
-        if found.st_size + len(entry) + len(asked.keys) > FILE_BYTES_MAX:
-            return False
-        return os.write(fd, entry + asked.keys) == len(entry) + len(asked.keys)
+        entry = asked.pack(lost)
+        return found.st_size + len(entry) <= FILE_BYTES_MAX and os.write(fd, entry) == len(entry)
     except BlockingIOError:  # it is being read
         return False
     finally:
@@ -233,6 +245,7 @@ def read_asked(packed: bytes) -> Iterator[tuple[Asked | None, int]]:
         if size < _ASKED.size or (size - _ASKED.size) % KEY_BYTES or at + size > len(packed):
             yield None, 1  # its writer was killed; what is behind it cannot be told apart
             return
-        time_ns, prompt_tokens, block_tokens = rest
-        yield Asked(time_ns, prompt_tokens, block_tokens, packed[at + _ASKED.size : at + size]), lost
+        time_ns, prompt_tokens, block_tokens, session, turn, final = rest
+        hints = Hints(session if session != _NO_SESSION else b"", turn or None, final)
+        yield Asked(time_ns, prompt_tokens, block_tokens, packed[at + _ASKED.size : at + size], hints), lost
         at += size

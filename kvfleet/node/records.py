@@ -17,6 +17,7 @@ import platform
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvfleet.node.hints import HintTable, hint_bytes
 from kvfleet.node.recordwords import (
@@ -76,6 +77,11 @@ class RecordTable:
         # The writer's single loads and stores: 8 bytes each, never torn, cheaper than numpy scalars.
         self._cells = buffer[:split].data.cast("Q")
         self.last_access: Words = self._words[:, LAST_ACCESS]
+
+    def depths(self, slots: npt.NDArray[np.intp]) -> Words:
+        """Indexes in their prefixes of the blocks in some slots, up to 65,535."""
+        depths: Words = self._words[slots, PLACE] >> np.uint64(16) & _LOW16
+        return depths
 
     def find(self, keys: bytes, shard: int = 0) -> Found:
         """Look up packed keys, 16 bytes each."""

@@ -13,7 +13,7 @@ SCHEMES = ("s3", "s3a")
 # An object goes in one request up to S3's own limit. One put in parts and abandoned leaves the parts, unseen and paid
 # for.
 PUT_BYTES_MAX = 5 << 30
-_PIECE_BYTES = 1 << 18  # asyncio receives no more at once
+_AHEAD_BYTES = 1 << 20  # twice as much may have been received and not been taken before aiohttp stops receiving
 
 
 class Body(io.BytesIO):
@@ -69,8 +69,11 @@ async def get(fs: Any, path: str, bytes_max: int, take: Callable[[bytes], object
     limits = f"bytes=0-{bytes_max - 1}"
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=limits, **fs.req_kw)
     body = answer["Body"]
+    # As it was received: `body.read` cuts it and joins it again. That it is all there, aiohttp sees to as well.
+    content = body.raw_stream.content
+    content.set_read_chunk_size(_AHEAD_BYTES)
     try:
-        while piece := await body.read(_PIECE_BYTES):
+        async for piece, _ in content.iter_chunks():
             if take(piece) is False:
                 return
     finally:

@@ -59,6 +59,7 @@ class Tries:
         self._sources = sources
         self._config = sources.config
         self._slots = slots
+        self._arrivals = arrivals
         self._outcomes = arrivals.outcomes
         self._where = where
         self._landed = landed
@@ -133,7 +134,8 @@ class Tries:
             if node is None:
                 break
             tried.add(node)
-            got = await self._attempt(PEER + node, self._from_peer(node, run.stop, saved=run.shared))
+            others = run.shared or any(other not in tried | self._failed.keys() for other in usable)
+            got = await self._attempt(PEER + node, self._from_peer(node, run, self._patience_s(others=others)))
             if got is not None and got not in _OURS:
                 self._failed[node] = got  # also for wrong bytes: for this load, since one copy is bad, not its holder
             miss = got or miss
@@ -146,9 +148,14 @@ class Tries:
                 return self._failed[node]
         return Miss.UNREACHABLE if self._sources.peers.holders.avoided.intersection(run.nodes) else None
 
-    async def _from_peer(self, node: NodeId, stop: int, *, saved: bool) -> Miss | None:
-        """Bring blocks from the next one up to `stop` from another node; it may have fewer."""
-        first, request, config = len(self._outcomes), self._slots.request, self._config
+    def _patience_s(self, *, others: bool) -> float | None:
+        """How long a source may send nothing, if the client computes meanwhile and others may have its blocks."""
+        ahead_s, spare_s = self._arrivals.ahead_s(len(self._outcomes)), self._slots.request.spare_s
+        return max(0.0, ahead_s - spare_s) if others and spare_s else None
+
+    async def _from_peer(self, node: NodeId, run: Run, patience_s: float | None) -> Miss | None:
+        """Bring blocks of a run, from the next one on, from another node; it may have fewer."""
+        first, stop, request, config = len(self._outcomes), run.stop, self._slots.request, self._config
         before = request.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else request.parent
         fetch = FetchRequest(
             namespace=request.namespace,
@@ -160,13 +167,13 @@ class Tries:
             window_bytes_max=config.window_bytes_max,
             timeout_s=self._slots.left_s,
         )
-        stream = self._sources.peers.stream(node, fetch, (stop - first) * request.num_bytes)
+        stream = self._sources.peers.stream(node, fetch, (stop - first) * request.num_bytes, patience_s)
         windows = stream.windows()
         landing = land(windows, self._slots, first, self._sources.executor, patience_s=config.holder_timeout_s)
         async with aclosing(windows), aclosing(landing) as landed:
             async for index in landed:
                 assert index == len(self._outcomes)
-                if not await self._landed(Source.PEER, saved):
+                if not await self._landed(Source.PEER, run.shared):
                     return Miss.EVICTED
         return stream.miss
 

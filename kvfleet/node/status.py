@@ -24,6 +24,7 @@ class NodeStatus:
         unsaved_blocks: that wait for a copy in the shared tier; without one, on the drives. Not those that it did not
             take, or had and dropped, as too many.
         evicted_blocks: left since the manager started; `lost_blocks` of them without a copy in the shared tier.
+        retired_blocks: of which somebody has said that they will not be used again, since the manager started.
         loaded_blocks: brought for clients, by outcome.
         loaded_bytes: by source.
         sent_bytes: to other nodes.
@@ -51,6 +52,7 @@ class NodeStatus:
     unsaved_blocks: int = 0
     evicted_blocks: int = 0
     lost_blocks: int = 0
+    retired_blocks: int = 0
     loaded_blocks: dict[str, int] | None = None
     loaded_bytes: dict[str, int] | None = None
     sent_bytes: int = 0

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvfleet.errors import TierUnavailableError
+from kvfleet.node.child import Child
 from kvfleet.node.objects import ObjectStore
 
 __all__ = ["sweep"]
 
 
-def sweep(objects: ObjectStore) -> Iterator[None]:
+def sweep(objects: ObjectStore) -> Iterator[TierUnavailableError | None]:
     """Look through all folders of blocks; those that `ObjectStore.children` finds to be left over are deleted.
+
+    Yields what is wrong with a folder that cannot be looked through, else None, and goes on with the next one.
 
     Blocking: two listings for each step at most.
 
@@ -18,7 +22,20 @@ def sweep(objects: ObjectStore) -> Iterator[None]:
         TierUnavailableError: the storage does not answer.
     """
     for namespace in objects.children(""):
-        for folder in objects.children(namespace.name) if namespace.is_directory else ():
+        folders: list[Child] = []
+        if namespace.is_directory:
+            try:
+                folders = objects.children(namespace.name)
+            except TierUnavailableError as error:
+                yield error
+        for folder in folders:
             if folder.is_directory:
-                objects.children(f"{namespace.name}/{folder.name}")
-            yield
+                yield _swept(objects, f"{namespace.name}/{folder.name}")
+
+
+def _swept(objects: ObjectStore, folder: str) -> TierUnavailableError | None:
+    try:
+        objects.children(folder)
+    except TierUnavailableError as error:
+        return error
+    return None

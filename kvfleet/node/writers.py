@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvfleet.core.block import KEY_BYTES, BlockKey, split
@@ -16,7 +16,8 @@ from kvfleet.errors import TierUnavailableError
 from kvfleet.node.admission import Admitter
 from kvfleet.node.arenadir import FileLock
 from kvfleet.node.dram import DramTier, Incoming, record_id
-from kvfleet.node.messages import CommitReply, CommitRequest, ReserveReply, ReserveRequest
+from kvfleet.node.lowertiers import LowerTiers
+from kvfleet.node.messages import CommitReply, CommitRequest, HintRequest, ReserveReply, ReserveRequest
 from kvfleet.node.publishing import CALL_TIMEOUT_S, Publisher
 
 __all__ = ["Writers"]
@@ -28,14 +29,15 @@ _FILE_AGE_S = 60.0  # a client may need that long between making its lock file a
 class Writers:
     """Stores of one node's clients. Threads: the manager's event loop.
 
-    Args:
-        on_commit: called when there are new blocks.
+    Attributes:
+        retired_blocks: of which somebody has said that they will not be used again, since the start.
     """
 
-    def __init__(self, dram: DramTier, admitter: Admitter, on_commit: Callable[[], None], publisher: Publisher) -> None:
+    def __init__(self, dram: DramTier, admitter: Admitter, lower: LowerTiers, publisher: Publisher) -> None:
+        self.retired_blocks = 0
         self._dram = dram
         self._admitter = admitter
-        self._on_commit = on_commit
+        self._lower = lower
         self._publisher = publisher
         self._sequences: dict[int, int] = {}
         self._sessions = Sessions(dram.arena.records.num_records)
@@ -94,20 +96,39 @@ class Writers:
             parent = placement.parent(parent)
         self._sessions.stored(hints.session, [*reversed(above), *keys], parent)
         if hints.final and hints.session:
-            self.retire(hints.session)
+            self._end(hints.session)
+        elif hints.final:
+            self._retire(keys)
 
-    def retire(self, session: bytes) -> int:
+    def hint(self, request: HintRequest) -> int:
+        """See `TierManager.hint`."""
+        before = self.retired_blocks
+        self._note(request.hints, split(request.keys), BlockKey(request.parent) if request.parent else None)
+        self._publisher.wake()
+        return self.retired_blocks - before
+
+    def _end(self, session: bytes) -> None:
         """A session has ended: what is its alone goes first, here and, by way of the directory, on other nodes."""
-        placement = self._dram.placement
+        shards = self._dram.placement.shards
         keys = self._sessions.retire(session)
-        placement.retire(keys)
-        self._publisher.retired(record_id(key, shard) for key in keys for shard in placement.shards(key) or (0,))
-        return len(keys)
+        self._retire(keys)
+        self._publisher.retired(record_id(key, shard) for key in keys for shard in shards(key) or (0,))
 
     def hear_retired(self, records: bytes) -> None:
-        """Another node says that these are of a session that has ended; those that sessions share here are kept."""
-        keys = (BlockKey(record[:KEY_BYTES]) for record in split_records(records))
-        self._dram.placement.retire(key for key in keys if not self._sessions.is_shared(key))
+        """Another node says that these are of a session that has ended."""
+        self._retire([BlockKey(record[:KEY_BYTES]) for record in split_records(records)])
+
+    def _retire(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks will not be used again, it is said: they go first, in the arena and on drives. Shared ones stay.
+
+        What readers have left word of comes first: uses before that are no reason to keep them.
+        """
+        alone = [key for key in keys if not self._sessions.is_shared(key)]
+        if alone:
+            self._dram.note_accesses()
+            self._dram.placement.retire(alone)
+            self._lower.retire(alone)
+            self.retired_blocks += len(alone)
 
     async def commit(self, request: CommitRequest) -> CommitReply:
         """See `CommitRequest`."""
@@ -118,7 +139,7 @@ class Writers:
             return CommitReply(0, published=True)
         slots = zip(request.slots, request.generations, request.checksums, strict=True)
         committed = sum(self._dram.commit(*slot) for slot in slots)
-        self._on_commit()
+        self._lower.wake()
         self._admitter.freed()
         self._publisher.wake()
         published = await self._publisher.flush(min(request.timeout_s, CALL_TIMEOUT_S))

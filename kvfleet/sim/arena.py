@@ -28,6 +28,7 @@ class SimArena:
     Attributes:
         num_slots: blocks that there is room for.
         placement: the production code.
+        has: whether a block can be read.
         depths: of the blocks that are here or coming: their indexes in their prefixes.
         on_change: told of each block that came or went.
         on_use: told of each use that readers have left word of, with its time.
@@ -45,23 +46,20 @@ class SimArena:
         self.on_change: Callable[[BlockKey, bool], None] = lambda _key, _present: None
         self.on_use: Callable[[BlockKey, float], None] = lambda _key, _now: None
         self.depths: dict[BlockKey, int] = {}
-        self._accesses: dict[int, float] = {}  # by slot, not yet told to placement
-
-    def has(self, key: BlockKey) -> bool:
-        """Whether a block can be read."""
-        return self.placement.resident(key, SHARD) is not None
+        self._slots: dict[BlockKey, int] = {}  # of blocks that can be read
+        self.has: Callable[[BlockKey], bool] = self._slots.__contains__
+        self._accesses: dict[int, tuple[float, int]] = {}  # time and depth by slot, not yet told to placement
 
     def read(self, keys: Sequence[BlockKey], now: float) -> None:
         """A reader copies blocks that are here; placement learns of it with the next reservation."""
         for key in keys:
-            slot = self.placement.resident(key, SHARD)
-            assert slot is not None, "what is read is here"
-            self._accesses[slot] = now
+            assert key in self._slots, "what is read is here"
+            self._accesses[self._slots[key]] = now, self.depths[key]
 
     def note_accesses(self) -> None:
-        """Tell placement what readers did since the last time, oldest first."""
+        """Tell placement what readers did since the last time, oldest first; of what was read at once parents first."""
         accesses, self._accesses = self._accesses, {}
-        for slot, now in sorted(accesses.items(), key=lambda access: (access[1], access[0])):
+        for slot, (now, _) in sorted(accesses.items(), key=lambda access: (access[1], access[0])):
             key = self.placement.touch_slot(slot, now)
             if key is not None:
                 self.on_use(key, now)
@@ -82,6 +80,9 @@ class SimArena:
     def commit(self, key: BlockKey, now: float, *, brought: bool) -> None:
         """A block is written. `brought`: by a load."""
         self.placement.commit(key, SHARD, now, brought=brought)
+        slot = self.placement.resident(key, SHARD)
+        assert slot is not None, "what is committed is here"
+        self._slots[key] = slot
         self.on_change(key, True)
 
     def give_way(self) -> bool:
@@ -92,5 +93,5 @@ class SimArena:
 
     def _gone(self, evicted: Sequence[Evicted]) -> None:
         for gone in evicted:
-            del self.depths[gone.key]
+            del self.depths[gone.key], self._slots[gone.key]
             self.on_change(gone.key, False)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfleet.core.planner import Leg, Piece, Planner
+from kvfleet.planning import FORGET_S, PROBE_BLOCKS, PROBE_S
 from kvfleet.sim.config import SimConfig
 
 __all__ = ["SimEngine"]
-
-_PROBE_S = 5.0  # between two looks at sources that are not used: as `kvfleet.planning` has it
-_PROBE_BLOCKS = 4
-_FORGET_S = 60.0  # likewise: a source that is not read for so long is tried again
 
 
 class SimEngine:
@@ -27,7 +24,7 @@ class SimEngine:
         self._block_bytes = config.block_bytes
         self._block_tokens = block_tokens
         self._probe_at = 0.0
-        self._forget_at = _FORGET_S
+        self._forget_at = FORGET_S
         self._due: Leg | None = None
         self.planner = Planner()
         self.planner.tell_prefill(config.engine.prefill)
@@ -43,15 +40,15 @@ class SimEngine:
         if not self._config.planned or not pieces:
             return Leg(0, num_blocks), None
         if now >= self._forget_at:
-            self._forget_at = now + _FORGET_S
+            self._forget_at = now + FORGET_S
             self.planner.sources.forget_unread()
         plan = self.planner.plan(
             pieces, self._block_bytes, self._block_tokens, prompt_tokens, can_split=self._config.can_split
         )
         if plan.tail is None and plan.head.stop < num_blocks and now >= self._probe_at:
-            self._probe_at = now + _PROBE_S
+            self._probe_at = now + PROBE_S
             stop = next(piece.stop for piece in pieces if piece.stop > plan.head.stop)
-            self._due = Leg(plan.head.stop, min(stop, plan.head.stop + _PROBE_BLOCKS))
+            self._due = Leg(plan.head.stop, min(stop, plan.head.stop + PROBE_BLOCKS))
         return plan.head, plan.tail
 
     def due(self) -> Leg | None:

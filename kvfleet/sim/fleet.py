@@ -169,13 +169,10 @@ class SimFleet:
         """What is at the node, and what the directory says of the rest."""
         pieces: list[Piece] = []
         head = 0
-        while head < len(keys) and node.stores(keys[head]):
-            source = "dram" if node.arena.has(keys[head]) else "nvme"
-            if pieces and pieces[-1].sources == (source,):
-                pieces[-1] = Piece(pieces[-1].start, head + 1, (source,))
-            else:
-                pieces.append(Piece(head, head + 1, (source,)))
-            head += 1
+        while head < len(keys) and (source := node.source(keys[head])) is not None:
+            start = head
+            head = next((i for i in range(start, len(keys)) if node.source(keys[i]) != source), len(keys))
+            pieces.append(Piece(start, head, (source,)))
         if head == len(keys):
             return _Hit(pieces, [], None, asked=False)
         self.tally.calls["locate"] += 1

@@ -131,10 +131,14 @@ class _Load:
         stop = self._while(index, self._leg.stop, node.arena.has)
         begun, num_bytes = self.loaded.end, (stop - index) * self._size
         self.loaded.end += node.memory.seconds(num_bytes)
-        for key in self._keys[index:stop]:
-            if self.loaded.asked:
+        keys = self._keys[index:stop]
+        if self.loaded.asked:
+            for key in keys:
                 node.arena.placement.hold(key)
-            self._came(key, Source.DRAM, held=self.loaded.asked)
+                self._came(key, Source.DRAM)
+        else:
+            node.arena.read(keys, self.loaded.end)
+            self.loaded.outcomes += [Source.DRAM] * len(keys)
         self._around.planner.observe("dram", num_bytes, self.loaded.end - begun)
         return None
 
@@ -217,13 +221,12 @@ class _Load:
         block = NewBlock(key, SHARD, self._keys[at - 1] if at else None, self._size)
         return self._node.bring(block, at, self.loaded.end)
 
-    def _came(self, key: BlockKey, source: Source, *, held: bool = True) -> None:
-        """The client copies a block."""
+    def _came(self, key: BlockKey, source: Source) -> None:
+        """The client copies a block, which is held."""
         self._node.arena.read((key,), self.loaded.end)
         self.loaded.outcomes.append(source)
-        if held:
-            self._held.append(key)
-            self.let_go(self._held_max)
+        self._held.append(key)
+        self.let_go(self._held_max)
 
     def let_go(self, stay: int) -> None:
         """End the holds on what the client has copied, but for the last few."""

@@ -114,6 +114,12 @@ class SimNode:
         """Whether a block can be read here, from the arena or the drives."""
         return self.arena.has(key) or (self.drive is not None and self.drive.has(key))
 
+    def source(self, key: BlockKey) -> str | None:
+        """Where a block can be read from here, as the planner names it; None if it is not here."""
+        if self.arena.has(key):
+            return "dram"
+        return "nvme" if self.drive is not None and self.drive.has(key) else None
+
     # room
 
     def bring(self, block: NewBlock, depth: int, now: float) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
@@ -41,8 +43,21 @@ def simulate(
                 on_progress(number)
         on_progress(number)
 
-    fleet.run(told())
+    with _uncollected():
+        fleet.run(told())
     return report_of(fleet, block_tokens)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's search for circles of garbage: a fleet makes none, and it takes a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def grid(

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from kvfleet.core.outcomes import Miss, Outcome, Source
 
@@ -51,8 +52,8 @@ class Tally:
             asked: how many there are.
             missing: why those behind the found ones are missing, if there are any.
         """
-        for outcome in outcomes:
-            self.blocks[outcome] += 1
+        for outcome, alike in groupby(outcomes):
+            self.blocks[outcome] += len(list(alike))
         left = num_found - len(outcomes)
         assert 0 <= left <= asked, "what was loaded had been found"
         if left:

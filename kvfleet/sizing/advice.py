@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvfleet.core.layout import DEFAULT_BLOCK_TOKENS
@@ -15,6 +15,7 @@ from kvfleet.sizing.crossover import crossover_tokens, even_bytes_per_s
 from kvfleet.sizing.hardware import GB, Engine, Fleet, Prices
 from kvfleet.sizing.kv import KvFormat, bytes_per_token, layout_of
 from kvfleet.sizing.models import Model
+from kvfleet.sizing.search import STEPS, least, quantiles
 from kvfleet.sizing.serving import Served, Sizes, serve, serve_memory
 from kvfleet.sizing.traffic import Reuse, Traffic, reuse_of
 from kvfleet.sizing.verdict import REPEATED_MIN, verdict
@@ -24,10 +25,6 @@ __all__ = ["GPU_LOAD", "MONTH_H", "Question", "advise"]
 MONTH_H = 730
 GPU_LOAD = 0.7
 """Share of its time that a GPU computes prompts at most: above it, requests wait for each other."""
-
-_QUANTILES = (0.5, 0.9, 0.99)
-_STEPS = 5  # of the search for a size
-_OCTAVES = 7  # below all that there is, where the search starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +113,7 @@ def advise(question: Question) -> answer.Answer:
     nodes = fleet.num_nodes
     sizes = Sizes(fleet.dram_bytes * nodes, fleet.drives.num_bytes * nodes, fleet.shared_bytes)
     reuse = reuse_of(question.traffic)
-    question.on_progress(0, _STEPS + 2)
+    question.on_progress(0, STEPS + 2)
     served = question.serve(sizes)
     requests = _requests(question, reuse)
     tiers = tuple(_tiers(question, sizes, served, requests.per_s))
@@ -135,14 +132,14 @@ def advise(question: Question) -> answer.Answer:
         hit_rate=served.hit_rate,
         loaded_rate=served.loaded_rate,
         compute_saved=served.saved,
-        ttft_s=_quantiles(served.ttft_s),
-        plain_ttft_s=_quantiles(served.plain_ttft_s),
+        ttft_s=quantiles(served.ttft_s),
+        plain_ttft_s=quantiles(served.plain_ttft_s),
         gpus=gpus,
         cache_month_price=sum(tier.month_price for tier in tiers),
         worth_it=False,
         advice=(),
     )
-    worth_it, advice = verdict(found, prices)
+    worth_it, advice = verdict(found, prices, fleet)
     return replace(found, worth_it=worth_it, advice=advice)
 
 
@@ -260,31 +257,21 @@ def _wanted(question: Question, reuse: Reuse, served: Served) -> answer.Wanted:
     """The least memory that reaches the target, to about a tenth: by bisection of its logarithm."""
     if question.ttft_s is None and reuse.repeated < REPEATED_MIN:
         return answer.Wanted(hit_rate=question.target * reuse.repeated, ttft_s=None, num_bytes=0)
-    if question.ttft_s is not None and _quantiles(served.plain_ttft_s)[1] <= question.ttft_s:
+    if question.ttft_s is not None and quantiles(served.plain_ttft_s)[1] <= question.ttft_s:
         return answer.Wanted(hit_rate=None, ttft_s=question.ttft_s, num_bytes=0)
     wanted_rate = None if question.ttft_s is not None else question.target * reuse.repeated
     block_bytes = question.traffic.block_tokens * question.token_bytes / question.traffic.share
     high = math.log2(_working_bytes(question, reuse) + block_bytes)
-    low = high - _OCTAVES
 
     def reaches(size: float) -> bool:
         served = question.serve_memory(2**size)
         if question.ttft_s is not None:
-            return _quantiles(served.ttft_s)[1] <= question.ttft_s
+            return quantiles(served.ttft_s)[1] <= question.ttft_s
         assert wanted_rate is not None
         return served.hit_rate >= wanted_rate
 
-    question.on_progress(1, _STEPS + 2)
+    question.on_progress(1, STEPS + 2)
     if not reaches(high):
         return answer.Wanted(hit_rate=wanted_rate, ttft_s=question.ttft_s, num_bytes=None)
-    for step in range(_STEPS):
-        question.on_progress(step + 2, _STEPS + 2)
-        middle = (low + high) / 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
-    return answer.Wanted(hit_rate=wanted_rate, ttft_s=question.ttft_s, num_bytes=int(2**high))
-
-
-def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in _QUANTILES)
-    return p50, p90, p99
+    size = least(reaches, math.log2(block_bytes), high, lambda done, most: question.on_progress(done + 2, most + 2))
+    return answer.Wanted(hit_rate=wanted_rate, ttft_s=question.ttft_s, num_bytes=int(2**size))

@@ -24,7 +24,7 @@ from kvfleet.sim.config import EngineConfig, SimConfig, SimDrives
 from kvfleet.sim.fleet import SimFleet
 from kvfleet.sim.replay import Replay
 from kvfleet.sim.trace import Request
-from kvfleet.sizing.hardware import Engine, Fleet
+from kvfleet.sizing.hardware import GB, Engine, Fleet
 from kvfleet.sizing.traffic import Traffic
 
 __all__ = ["Served", "Sizes", "serve", "serve_memory"]
@@ -148,8 +148,11 @@ def _config(traffic: Traffic, sizes: Sizes, token_bytes: int, policy: str) -> Si
     drives = SimDrives()
     if sizes.nvme:
         if scaled(sizes.nvme) < _DRIVE_BLOCKS_MIN * _SIM_BLOCK:
+            least_gb = _DRIVE_BLOCKS_MIN * block_bytes / traffic.share / GB
             raise ConfigError(
-                "nvme", f"drives must hold {_DRIVE_BLOCKS_MIN} blocks of what is simulated, they are smaller"
+                "nvme",
+                f"all drives of the fleet together have {sizes.nvme / GB:.3g} GB: for what is simulated they must hold "
+                f"{_DRIVE_BLOCKS_MIN} blocks, {least_gb:.3g} GB",
             )
         drives = SimDrives(max_bytes=scaled(sizes.nvme), read=_AT_ONCE, write_bytes_per_s=math.inf, dwpd=_NO_BUDGET)
     return SimConfig(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvfleet.sim.workloads import WORKLOADS
 from kvfleet.sizing.answer import Answer
-from kvfleet.sizing.hardware import Prices
+from kvfleet.sizing.hardware import Fleet, Prices
 
 __all__ = ["REPEATED_MIN", "verdict"]
 
@@ -17,11 +18,11 @@ _HITS_MIN = 0.01  # of the tokens of prompts, that a tier brings
 _NAMES = {"dram": "the memory", "nvme": "the drives", "shared": "the shared tier"}
 
 
-def verdict(found: Answer, prices: Prices) -> tuple[bool, tuple[str, ...]]:
+def verdict(found: Answer, prices: Prices, fleet: Fleet) -> tuple[bool, tuple[str, ...]]:
     """Whether to buy it, and why; then what else to know. `found` has all but these two."""
     worth_it, why = _why(found)
     notes = _notes(found) if found.requests.repeated >= REPEATED_MIN else ()
-    return worth_it, (why, *notes, *_assumed(found, prices))
+    return worth_it, (why, *notes, *_assumed(found, prices, fleet))
 
 
 def _why(found: Answer) -> tuple[bool, str]:
@@ -78,12 +79,36 @@ def _notes(found: Answer) -> Iterator[str]:
         yield f"No cache brings nine requests in ten below {_time(wanted.ttft_s)}: what is new in them takes longer."
 
 
-def _assumed(found: Answer, prices: Prices) -> Iterator[str]:
-    """What was not told."""
+def _assumed(found: Answer, prices: Prices, fleet: Fleet) -> Iterator[str]:
+    """What was not told, and what was left out."""
+    assumed = []
+    if found.requests.workload in WORKLOADS:
+        assumed.append("the requests (--trace)")
     if found.prefill.assumed:
-        yield "The speed of prefill is worked out from the GPU's peak: measure yours and give --prefill-speed."
+        assumed.append("the speed of prefill, from the GPU's peak (--prefill-speed)")
+    speeds = _assumed_speeds(fleet)
+    if speeds:
+        assumed.append(f"the speed of loads ({', '.join(speeds)})")
     if prices == Prices():
-        yield "Prices are assumptions: give your own."
+        assumed.append("prices (--gpu-price and others)")
+    if assumed:
+        yield f"These are assumptions, give your own: {'; '.join(assumed)}."
+    if fleet.num_nodes > 1:
+        yield (
+            f"The {fleet.num_nodes} nodes are simulated as one with the memory of all, as if each request went where "
+            "its prefix is: `kvfleet simulate` has nodes, links and routers."
+        )
+
+
+def _assumed_speeds(fleet: Fleet) -> list[str]:
+    """Options for the speeds that matter and that nobody gave."""
+    usual = Fleet()
+    options = {
+        "--network-speed": fleet.num_nodes > 1 and fleet.network == usual.network,
+        "--nvme-speed": fleet.drives.num_bytes > 0 and fleet.drives.speed == usual.drives.speed,
+        "--shared-speed": fleet.shared_bytes > 0 and fleet.shared == usual.shared,
+    }
+    return [option for option, assumed in options.items() if assumed]
 
 
 def _useless(found: Answer, name: str) -> bool:

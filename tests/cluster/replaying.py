@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +35,13 @@ class Served:
 
     Attributes:
         outcomes: of the blocks that were found.
-        read_s: when the last of them was read, by the machine's clock.
-        stored_s: when the rest was committed.
+        read_s: when the last of them was read, monotonic seconds; 0 if there was none.
+        asked_s: when the rest was about to be stored.
     """
 
     outcomes: tuple[str, ...]
     read_s: float
-    stored_s: float
+    asked_s: float
 
 
 class Replayer:
@@ -62,19 +63,17 @@ class Replayer:
         def put(index: int, view: npt.NDArray[np.uint8]) -> None:
             view[:KEY_BYTES] = np.frombuffer(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES], np.uint8)
 
+        asked_s = time.monotonic()
         if first < len(blocks):
             self._client.store(tokens, put, start_block=first).wait(30)
-        return Served(
-            tuple(outcome.value for outcome in loaded.outcomes), read_s, self._last_used_s(keys[first * KEY_BYTES :])
-        )
+        return Served(tuple(outcome.value for outcome in loaded.outcomes), read_s, asked_s)
 
     def holdings(self) -> tuple[frozenset[BlockKey], frozenset[BlockKey]]:
         """Keys of what can be read here: in memory, and on the drives."""
         arena = self._client._node.arena
         assert arena is not None
-        assert arena.drive_records is not None
         memory, drives = (
-            frozenset(BlockKey(record.key) for record in table.live() if record.committed)
+            frozenset(BlockKey(record.key) for record in (table.live() if table else ()) if record.committed)
             for table in (arena.records, arena.drive_records)
         )
         return memory, drives

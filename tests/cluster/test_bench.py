@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvfleet.bench import directory, local, lookup, peer, store
+from kvfleet.bench import directory, local, lookup, managers, peer, store
 from kvfleet.bench.workload import running_fleet
 from kvfleet.fleet import Fleet
 
@@ -38,6 +38,14 @@ def test_lookup(fleet):
         "lookup, asks the directory",
         "lookup, all actors gone",
     ]
+
+
+def test_managers(fleet):
+    one = managers.compare("hold-turn", fleet, fleet, num_requests=2, num_warm=1)
+    assert one.policy == "hold-turn"
+    assert one.requests_per_s > 0
+    assert one.share > 0
+    assert sum(node.blocks for node in fleet.status().nodes) >= managers.BLOCKS  # they were stored
 
 
 def test_peer(fleet):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,6 +29,19 @@ def run(*arguments: str, address: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def shown(*arguments: str, columns: int = 160) -> tuple[int, str]:
+    """Exit code and output of a command in this process, which has connected to the cluster already."""
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})
+    return done.exit_code, done.output
+
+
+def told(*arguments: str) -> Any:
+    """What a command says in JSON."""
+    code, text = shown(*arguments, "--json")
+    assert code == 0, text
+    return json.loads(text)
+
+
 @pytest.fixture
 def address(ray_cluster) -> str:
     return str(ray_cluster.address)
@@ -45,10 +59,10 @@ def test_a_fleet_outlives_the_command_that_started_it(address, arena_root, tmp_p
         assert found["silent"] == []
         assert all(node["node_id"][:8] in up.stdout for node in found["nodes"])
         assert sorted(drive["works"] for node in found["nodes"] for drive in node["drives"]) == [False, True]
-        shown = run("status", "--name", "cli", address=address).stdout
-        assert "directory: 0 of at most 20,000,000 records of 2 nodes" in shown
-        assert f"{tmp_path}: another process has this drive open" in shown.replace("\n", "")
-        assert run("explain", "--name", "cli", address=address).stdout == "no request is remembered\n"
+        _, text = shown("status", "--name", "cli")
+        assert "directory: 0 of at most 20,000,000 records of 2 nodes" in text
+        assert f"{tmp_path}: another process has this drive open" in text.replace("\n", "")
+        assert shown("explain", "--name", "cli") == (0, "no request is remembered\n")
     finally:
         down = run("down", "--name", "cli", address=address)
     assert down.returncode == 0, down.stderr
@@ -56,8 +70,7 @@ def test_a_fleet_outlives_the_command_that_started_it(address, arena_root, tmp_p
     assert not list(arena_root.rglob("arena"))
     with pytest.raises(kvfleet.ConfigError, match=r"^no fleet 'cli'"):
         kvfleet.connect("cli", address=address)
-    again = run("down", "--name", "cli", address=address)
-    assert (again.returncode, again.stdout) == (0, "fleet cli does not run here: nothing to stop\n")
+    assert shown("down", "--name", "cli") == (0, "fleet cli does not run here: nothing to stop\n")
 
 
 def test_a_fleet_that_is_not_there(address):
@@ -80,22 +93,21 @@ def test_what_became_of_requests_is_told(address, make_fleet, engine_here):
     assert "chatcmpl-7" in lines[1]
     assert "dram 4" in lines[1]
     for wanted in ("chatcmpl", hit.keys[-16:].hex()[:10]):
-        shown = run("explain", wanted, "--name", "told", address=address).stdout
-        assert "6 blocks of" in shown
-        assert "4: 4 in this node's memory" in shown
-        (told,) = json.loads(run("explain", wanted, "--json", "--name", "told", address=address).stdout)
-        assert (told["label"], told["node"], told["from_dram"]) == ("chatcmpl-7", here(), 4)
-        assert told["missing"] == hit.missing
-    assert "begins with 'none'" in run("explain", "none", "--name", "told", address=address).stdout
+        _, text = shown("explain", wanted, "--name", "told")
+        assert "6 blocks of" in text
+        assert "4: 4 in this node's memory" in text
+        (request,) = told("explain", wanted, "--name", "told")
+        assert (request["label"], request["node"], request["from_dram"]) == ("chatcmpl-7", here(), 4)
+        assert request["missing"] == hit.missing
+    assert "begins with 'none'" in shown("explain", "none", "--name", "told")[1]
 
-    status = json.loads(run("status", "--name", "told", "--json", address=address).stdout)
-    totals = status["totals"]
+    totals = told("status", "--name", "told")["totals"]
     assert (totals["lookups"], totals["asked_blocks"]) == (2, 9)
     assert sum(totals["outcomes"].values()) == 9
     assert totals["outcomes"]["dram"] == 4
-    shown = run("status", "--name", "told", address=address).stdout
-    assert "blocks asked for" in shown
-    assert "blocks that did not come" in shown
+    _, text = shown("status", "--name", "told")
+    assert "blocks asked for" in text
+    assert "blocks that did not come" in text
 
 
 def test_a_node_is_drained(address, arena_root, make_fleet, engine_here, tmp_path):
@@ -108,12 +120,11 @@ def test_a_node_is_drained(address, arena_root, make_fleet, engine_here, tmp_pat
     assert f"node {node[:12]}: draining; " in done.stdout
     assert " saved, 0 (0 B) left without a copy in the shared tier" in done.stdout
     assert len(list(tmp_path.rglob("*.arrow"))) == 6
-    status = json.loads(run("status", "--name", "drained", "--json", address=address).stdout)
-    assert {found["node_id"]: found["draining"] for found in status["nodes"]}[node]
+    nodes = told("status", "--name", "drained")["nodes"]
+    assert {found["node_id"]: found["draining"] for found in nodes}[node]
     assert engine.store(2, 3).reason == "draining"
     assert engine.load(1, 6).num_blocks == 6
-    again = run("drain", node, "--name", "drained", "--resume", address=address)
-    assert (again.returncode, again.stdout.strip()) == (0, f"node {node}: takes stores again")
+    assert shown("drain", node, "--name", "drained", "--resume") == (0, f"node {node}: takes stores again\n")
     assert engine.store(2, 3).stored == 3
     done = run("drain", "x", "--name", "drained", address=address)
     assert done.returncode == 1
@@ -121,30 +132,28 @@ def test_a_node_is_drained(address, arena_root, make_fleet, engine_here, tmp_pat
 
 
 def test_blocks_are_inspected_and_nodes_looked_over(address, make_fleet, engine_here, tmp_path):
-    def shown(*arguments):
-        """In this process, which is connected already."""
-        done = CliRunner().invoke(app, [*arguments, "--name", "looked"], env={"COLUMNS": "80"})
-        return done.exit_code, done.stdout
+    def of_looked(*arguments):
+        return shown(*arguments, "--name", "looked", columns=80)
 
     engine = engine_here(make_fleet(name="looked", shared_url=f"file://{tmp_path}"))
     assert engine.store(1, 2).stored == 2
     wait_for(lambda: len(list(tmp_path.rglob("*.arrow"))) == 2, "both blocks are in the shared tier")
     key = engine.client.lookup(prompt(1, 2)).keys[-16:].hex()
-    code, text = shown("inspect", key)
+    code, text = of_looked("inspect", key)
     assert code == 0
     assert [line.split()[-1] for line in text.splitlines()[2:]] == ["sound", "sound"]
-    assert shown("inspect", "0" * 32) == (0, f"{'0' * 32}: nowhere in fleet looked\n")
+    assert of_looked("inspect", "0" * 32) == (0, f"{'0' * 32}: nowhere in fleet looked\n")
 
-    code, text = shown("doctor", "--json")
+    code, text = of_looked("doctor", "--json")
     assert code == 0, text
     checks = {check["name"]: check["text"] for node in json.loads(text)["nodes"] for check in node["checkup"]["checks"]}
     assert {"arena", "books", "blocks", "memory", "shared tier", "directory"} <= checks.keys()
     (path,) = tmp_path.rglob(f"{key}*.arrow")
     path.write_bytes(b"spoilt")
-    code, text = shown("doctor")
+    code, text = of_looked("doctor")
     assert code == 1
     assert max(map(len, text.splitlines())) <= 80
     assert "all 2 copies of blocks in this node's memory read, 1 is damaged" in " ".join(text.split())
-    code, text = shown("inspect", key)
+    code, text = of_looked("inspect", key)
     assert code == 1
     assert "cut off" in text

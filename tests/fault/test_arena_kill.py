@@ -136,9 +136,8 @@ from pathlib import Path
 from kvfleet.node.arenadir import FileLock
 lock = FileLock(Path({str(path)!r}))
 assert lock.acquire()
-child = os.fork()
-if child:
-    Path({str(tmp_path / "child")!r}).write_text(str(child))
+if not os.fork():
+    Path({str(tmp_path / "child")!r}).write_text(str(os.getpid()))
     print("ready", flush=True)
 time.sleep(600)
 """

@@ -40,7 +40,7 @@ def spoken(rig: Rig) -> None:
         assert rig.run(rig.part(number).publisher.flush(10))
     assert rig.directory is not None
     directory = rig.directory._directory
-    wait_for(lambda: directory._expected is not None, "Ray has said which nodes live")
+    wait_for(lambda: directory._spoken._expected is not None, "Ray has said which nodes live")
 
 
 def test_it_says_why_a_block_is_missing(arena_root, wait_for_condition):

@@ -123,7 +123,7 @@ def test_without_the_directory_what_is_missing_says_so(arena_root, fault):
 
 def synced(rig) -> bool:
     nodes = rig.run(rig.at_directory("status")).stats.nodes
-    if rig.directory._directory._expected is None:  # Ray has not said yet which nodes live
+    if rig.directory._directory._spoken._expected is None:  # Ray has not said yet which nodes live
         return False
     return len(nodes) == len(rig.managers) and all(node.synced for node in nodes)
 

@@ -94,6 +94,23 @@ def test_a_manager_that_says_nothing_is_not_waited_for_longer_than_computing_tak
     rig.faults.clear()
 
 
+def test_another_node_goes_on_where_one_sends_nothing(arena_root):
+    with Rig(arena_root, 3, holder_timeout_s=20.0) as rig:
+        found(rig)
+        warm(rig, 8)
+        client = rig.client(SPEC, 2)
+        wait_for(lambda: len(client.lookup(prompt(8)).runs[0].nodes) == 2, "both nodes are known")
+        first = rig.part(2).peers.holders.order([rig.node_id(0), rig.node_id(1)])[0]
+        rig.faults[f"{int(first, 16)}.window"] = hanging
+        plan = Plan(Leg(0, 8, grace_s=2.0, pace_s=0.01, spare_s=1.9))
+        target = empty(SPEC, 8)
+        loaded = client.load(client.lookup(prompt(8)), target, plan=plan)
+        assert loaded.outcomes == (Source.PEER,) * 8
+        assert right(target, 0, 8)
+        assert rig.part(2).peers.holders.avoided == set(), "it may only be slow: it is asked whether it lives"
+        rig.faults.clear()
+
+
 def test_one_that_keeps_ahead_does_not(rig):
     client, hit = found(rig)
     plan = Plan(Leg(0, 8, grace_s=10.0, pace_s=0.0))
@@ -141,6 +158,23 @@ def test_a_head_that_falls_short_is_computed_from_there(rig):
     assert began == [1]
     assert loaded.outcomes[:6] == (Source.DRAM, *(SLOWER,) * 5)
     assert int(loaded) // TOKENS == 1 + sum(outcome is Source.PEER for outcome in loaded.outcomes[6:])
+
+
+@pytest.mark.parametrize(("block_s", "fault"), [(0.05, hanging), (10.0, None)])
+def test_a_source_that_is_not_known_is_tried_beside_computing(rig, block_s, fault):
+    client, hit = found(rig)
+    client.planning.computed(0, TOKENS, block_s)
+    plan = client.planning.plan(hit, 8 * TOKENS, can_split=True)
+    assert (plan.head.num_blocks, plan.tail.start, plan.tail.stop) == (0, 4, 8)
+    rig.faults |= {"0.window": fault} if fault else {}
+    began: list[int] = []
+    loaded = client.load(hit, empty(SPEC, 8), plan=plan, meanwhile=began.append)
+    assert began == [0]
+    assert loaded.outcomes == (*[SLOWER] * 4, *[SLOWER if fault else Source.PEER] * 4)
+    rig.faults.clear()
+    after = client.planning.plan(hit, 8 * TOKENS, can_split=True)
+    assert after.head.num_blocks == (0 if fault else 8), "it is known now"
+    assert after.tail is None
 
 
 def test_an_engine_that_fails_meanwhile_is_heard(rig):
@@ -201,6 +235,15 @@ def test_a_source_that_brought_nothing_is_not_asked_for_a_while(rig):
     plan = client.planning.plan(hit, 8 * TOKENS)
     assert client.load(hit, empty(SPEC, 8), plan=plan).outcomes == (SLOWER,) * 8
     assert client.planning.plan(hit, 8 * TOKENS).num_blocks == 0
+    rig.faults.clear()
+
+
+def test_a_caller_without_time_says_nothing_of_a_source(rig):
+    client, hit = found(rig)
+    rig.faults["0.window"] = hanging
+    client.planning.computed(0, TOKENS, 0.05)
+    assert client.load(hit, empty(SPEC, 8), timeout_s=0.05).outcomes[0] is Miss.DEADLINE
+    assert client.planning.plan(hit, 8 * TOKENS).num_blocks == 8
     rig.faults.clear()
 
 

@@ -5,6 +5,7 @@ import pytest
 from kvfleet import Hints
 from kvfleet.config import MIB
 from kvfleet.core.block import split
+from kvfleet.node.messages import HintRequest
 from tests.rig import Rig
 from tests.workload import kv, load, model, prompt, store
 
@@ -68,7 +69,8 @@ def test_parents_in_a_circle_end(arena_root):
         writers, blocks = rig.part(0).writers, rig.part(0).dram.placement._residents.blocks
         blocks[keys[0]].parent = keys[1]
         writers._note(Hints.of("chat"), keys[2:], keys[1])
-        assert [writers.retire(Hints.of("chat").session), len(writers._sessions)] == [3, 0]
+        ended = HintRequest(b"", b"", Hints.of("chat", final=True))
+        assert [writers.hint(ended), len(writers._sessions)] == [3, 0]
 
 
 def test_other_nodes_hear_of_it(arena_root, wait_for_condition):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from kvfleet.core import rows
@@ -16,6 +18,7 @@ from kvfleet.core.directory import (
     Run,
     split_records,
 )
+from kvfleet.core.outcomes import Miss
 
 A, B, C = NodeId("a" * 32), NodeId("b" * 32), NodeId("c" * 32)
 
@@ -249,3 +252,50 @@ def test_arguments_of_locate_are_checked() -> None:
         directory.locate(bytes(15), 0, 1)
     with pytest.raises(AssertionError, match="num_shards"):
         directory.locate(bytes(16), 1, 1)
+
+
+def test_of_very_many_holders_some_are_named_and_in_turn_all() -> None:
+    directory = Directory(1000)
+    nodes = [NodeId(f"{number:032x}") for number in range(100)]
+    for node in nodes:
+        assert inventory(directory, node, records(1, 2)) is Applied.OK
+    named = Counter[NodeId]()
+    for _ in range(400):
+        [run] = directory.locate(keys(1, 2), 0, 1)
+        assert len(run.nodes) == len({*run.nodes}) == 32
+        named.update(run.nodes)
+    assert named.keys() == {*nodes}
+    assert max(named.values()) < 3 * min(named.values())
+    assert {*directory.holders(records(1))} == {*nodes}
+
+
+def test_what_is_missing_was_never_stored_only_while_all_have_told_all() -> None:
+    directory = directory_with(a=b"")
+    told = []
+
+    def why() -> None:
+        told.append(directory.why(key(9), 1) is Miss.NEVER_STORED)
+
+    why()
+    directory.expect(frozenset({A, B}))
+    why()
+    inventory(directory, B)
+    why()
+    assert directory.apply(Delta(A, 1, 5)) is Applied.NEED_INVENTORY
+    why()
+    inventory(directory, A, records(1), seq=5)
+    why()
+    assert directory.apply(Delta(C, 1, 1)) is Applied.NEED_INVENTORY
+    why()
+    directory.drop_node(C)
+    why()
+    directory.expect(frozenset({A, B, C}))
+    why()
+    directory.drop_node(C)
+    directory.drop_node(B)
+    why()
+    assert inventory(directory, A, epoch=2, last=False) is Applied.OK
+    why()
+    directory.drop_node(A)
+    why()
+    assert told == [False, False, True, False, True, False, True, False, True, False, False]

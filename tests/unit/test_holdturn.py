@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from typing_extensions import override
 
@@ -10,7 +12,8 @@ from kvfleet.core.block import BlockKey
 from kvfleet.core.hints import Hints
 from kvfleet.core.policies import POLICIES, Newcomer, Policy
 from kvfleet.core.policies.holdturn import HoldTurn
-from kvfleet.core.reuse import NUM_KINDS, ReuseModel, kind_of_shared, kind_of_turn
+from kvfleet.core.reuse import ReuseModel
+from kvfleet.core.reuseclasses import NUM_KINDS, kind_of_shared, kind_of_turn
 from kvfleet.sim.replay import Replay, replay
 from kvfleet.sim.trace import Request, Trace
 from kvfleet.testing.policies import PolicyContract, block_key, everything
@@ -101,8 +104,9 @@ def test_declined_blocks_teach_it_too() -> None:
 def test_a_newcomer_whose_parent_is_gone_is_declined_once_there_is_data() -> None:
     policy = HoldTurn(60)
     node = Replay(policy, 60)
-    for one in scans_and_talks(5).requests:
+    for one in scans_and_talks(10).requests:
         node.request(one)
+    assert policy._model.rules
     now = 1_000.0
     stranger = Newcomer(block_key(1), block_key(2), now)
     assert policy.victims(1, everything, newcomers=[stranger]) == []
@@ -152,13 +156,13 @@ def test_hints_are_not_trusted(hints: Hints) -> None:
 class TestReuse:
     def model(self, gap_s: float, share: float) -> ReuseModel:
         """Of one class 100 lives a minute begin, of which a share ends after a gap."""
-        model, number = ReuseModel(), kind_of_turn(1, 1)
+        model, number = ReuseModel(1000), kind_of_turn(1, 1)
         model.tick(0.0)
         for minute in range(60):
             start = 60.0 * minute
             for life in range(100):
                 if life < 100 * share:
-                    model.ended(number, gap_s)
+                    model.ended(number, gap_s, follows=False)
                 else:
                     model.began(number, start)
             model.tick(start + 30.0)
@@ -196,12 +200,67 @@ class TestReuse:
         for age_s in (1.0, 60.0, 1000.0, 7000.0):
             assert paused.worth(number, age_s) == pytest.approx(busy.worth(number, age_s), rel=0.1)
 
+    def test_prefixes_count_not_their_blocks(self) -> None:
+        """Blocks of a quarter of the size are four times as many, and say as much."""
+        few, many = kind_of_turn(1, 1), kind_of_turn(2, 1)
+
+        def model(blocks: int) -> ReuseModel:
+            """Of 12 turns a minute 3 are used again after a minute, and in the first 4 minutes another after 20 s."""
+            model = ReuseModel(1000)
+            for minute in range(30):
+                for turn, block in itertools.product(range(12), range(blocks)):
+                    if turn < 3:
+                        model.ended(few, 60.0, follows=block > 0)
+                    elif turn == 3 and minute < 4:
+                        model.ended(many, 20.0, follows=block > 0)
+                    else:
+                        model.began(few, 60.0 * minute)
+                model.tick(60.0 * minute + 30.0)
+            return model
+
+        whole, quarters = model(1), model(4)
+        for number in (few, many):
+            for age_s in (1.0, 50.0, 500.0):
+                assert quarters.worth(number, age_s) == pytest.approx(whole.worth(number, age_s), rel=1e-6)
+
+    def test_those_that_are_left_of_a_busy_class_are_like_others(self) -> None:
+        model = ReuseModel(1000)
+        busy, idle = kind_of_turn(4, 1), kind_of_turn(1, 1)
+        for minute in range(60):
+            for number, share in ((busy, 0.9), (idle, 0.1)):
+                for life in range(100):
+                    if life < 100 * share:
+                        model.ended(number, 5.0 + 2.0 * (life % 50), follows=False)
+                    else:
+                        model.began(number, 60.0 * minute)
+            model.tick(60.0 * minute + 30.0)
+        young, old = (model.worth(busy, age_s) / model.worth(idle, age_s) for age_s in (5.0, 20_000.0))
+        assert young > 4.0
+        assert old < young / 2
+
+    @pytest.mark.parametrize(("capacity", "rules"), [(40, True), (100_000, False)])
+    def test_worth_rules_where_it_promises_more_hits(self, capacity: int, rules: bool) -> None:
+        """Of what begins, half is never used again; with room for all of it, nothing is won by knowing which."""
+        model = ReuseModel(capacity)
+        used, unused = kind_of_turn(2, 1), kind_of_turn(1, 100)
+        for minute in range(60):
+            for _ in range(20):
+                model.ended(used, 90.0, follows=False)
+                model.began(used, 60.0 * minute)
+                model.began(unused, 60.0 * minute)
+                if minute >= 1:
+                    model.forgotten(used, 60.0 * (minute - 1))  # that is the one that ended
+            model.tick(60.0 * minute + 59.0)
+        assert model.ready
+        assert model.rules == rules
+
     def test_classes(self) -> None:
         numbers = {kind_of_turn(turn, growth) for turn in range(9) for growth in range(99)}
         numbers |= {kind_of_shared(uses) for uses in range(99)}
         assert min(numbers) == 0
         assert max(numbers) < NUM_KINDS
-        assert kind_of_turn(4, 16) == kind_of_turn(400, 4000)
+        assert kind_of_turn(4, 4096) == kind_of_turn(400, 10**6)
+        assert kind_of_turn(1, 4) == kind_of_turn(1, 15) != kind_of_turn(1, 16)
 
 
 def test_the_bench_tells_costs_and_hits() -> None:

@@ -126,6 +126,7 @@ def test_shards_share_the_heads():
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"mamba_d_state": 16}, "mamba_d_state"),
+        ({"full_attention_interval": 4}, "full_attention_interval"),
         ({"is_encoder_decoder": True}, "an encoder"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_key_value_heads": None, "num_attention_heads": None}, "num_attention_heads"),

@@ -260,3 +260,26 @@ def test_what_waits_for_a_copy_below_is_told_from_what_no_tier_took() -> None:
     node.refusing = {"shared"}
     assert saves(node, "shared") == []
     assert (node.placement.num_waiting([]), node.placement.unsaved(*BOTH)) == (0, (3, 3 * MIB))
+
+
+def test_the_read_for_which_a_load_has_brought_a_block_is_not_another_use_of_it() -> None:
+    node = Node(3, policy="lfu")
+    node.store([1])
+    node.touch(1)
+    node.ask([11])
+    node.placement.commit(block_key(11), 0, node.clock.now(), brought=True)
+    node.touch(11)
+    node.store([21])
+    node.touch(21)
+    assert gone(node.ask([31])) == [11]  # 1 and 21 were used once more than it
+
+
+def test_a_use_long_after_a_load_has_brought_a_block_is_another() -> None:
+    node = Node(3, policy="lfu")
+    node.store([1])
+    node.ask([11])
+    node.placement.commit(block_key(11), 0, node.clock.now(), brought=True)
+    node.store([21])
+    node.clock.advance(60.0)  # the load gave up
+    node.touch(11)
+    assert gone(node.ask([31])) == [1]

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 from kvfleet.config import KIB, MIB, DriveConfig, FleetConfig
+from kvfleet.core.slabs import SlabMap
 from kvfleet.errors import CorruptBlockError, TierFullError, TierUnavailableError
 from kvfleet.node.drive import pages
 from kvfleet.node.driveindex import DriveIndex
@@ -214,9 +215,41 @@ def test_shards_of_a_block_have_slots_of_one_size_however_small_they_are_coded(a
                 target = pages(SIZE)
                 await rig.tier.read(key_of(1), shard, target, 1)
                 assert (target == shard_of(shard)).all()
-            larger = xxhash.xxh3_64_intdigest(shard_of(-2).data)
-            stored_larger = replace(stored_of(1, shard=5), checksum=larger)
-            assert not await rig.tier.write(stored_larger, None, shard_of(-2), 1, lambda: True)
+            rig.check_books()
+
+    play(work)
+
+
+@pytest.mark.parametrize("random_bytes", [SIZE // 2, SIZE])
+def test_a_shard_that_is_coded_larger_than_those_before_it_moves_them_to_larger_slots(
+    arena_root: Path, random_bytes: int
+) -> None:
+    blocks = [block_of(1), block_of(2), block_of(3), block_of(4)]
+    blocks[2][:random_bytes] = np.frombuffer(np.random.default_rng(1).bytes(random_bytes), "u1")
+    config = settings(drive_directories(arena_root), nvme_codec="zstd")
+
+    async def write(rig: Rig, shard: int) -> None:
+        stored = replace(stored_of(1, shard=shard), checksum=xxhash.xxh3_64_intdigest(blocks[shard].data))
+        assert await rig.tier.write(stored, None, blocks[shard], 1, lambda: True)
+
+    async def check(rig: Rig) -> None:
+        for shard, block in enumerate(blocks):
+            target = pages(SIZE)
+            await rig.tier.read(key_of(1), shard, target, 1)
+            assert (target == block).all()
+
+    async def work() -> None:
+        async with running(config) as rig:
+            for shard in range(4):  # one batch each
+                await write(rig, shard)
+            await check(rig)
+            rig.check_books()
+            entries = [rig.tier._bays[0].entry(key_of(1) + bytes([shard, 0])) for shard in range(4)]
+            assert {entry.slot_bytes for entry in entries if entry is not None} == {SlabMap.slot_size(SIZE)}
+            codecs = [entry.codec for entry in entries if entry is not None]
+            assert codecs == [0, 0, int(random_bytes < SIZE), 1]
+        async with running(config) as rig:
+            await check(rig)
             rig.check_books()
 
     play(work)

@@ -106,7 +106,7 @@ def test_one_records_at_a_time(arena, manager):
 
 
 def test_what_has_no_room_is_counted(arena, manager, monkeypatch):
-    monkeypatch.setattr(recording, "FILE_BYTES_MAX", 32 + 2 * (24 + 48))
+    monkeypatch.setattr(recording, "FILE_BYTES_MAX", 32 + 2 * (45 + 48))
     begun(manager)
     recorder = Recorder(16)
     for number in range(5):

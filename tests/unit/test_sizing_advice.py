@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from io import StringIO
 
@@ -16,6 +17,7 @@ from kvfleet.sizing.advice import Question, advise
 from kvfleet.sizing.hardware import GB, GPUS, TB, Drives, Engine, Fleet, Prices
 from kvfleet.sizing.kv import FORMATS
 from kvfleet.sizing.models import find_model
+from kvfleet.sizing.search import STEPS, least
 from kvfleet.sizing.traffic import Traffic, reuse_of
 
 TOKEN = 131_072  # bytes of Llama-3-8B
@@ -153,7 +155,7 @@ def test_what_only_fills_the_cache_does_not_count():
 def test_next_to_nothing_still_has_an_answer(dram):
     found = advise(question(fleet=Fleet(dram_bytes=dram, shared_bytes=1, drives=Drives(num_bytes=9 * BLOCK))))
     assert [tier.name for tier in found.tiers] == ["dram", "nvme", "shared"]
-    with pytest.raises(ConfigError, match="drives must hold"):
+    with pytest.raises(ConfigError, match="all drives of the fleet together"):
         advise(question(fleet=Fleet(dram_bytes=dram, drives=Drives(num_bytes=BLOCK))))
 
 
@@ -177,3 +179,22 @@ def test_it_fits_on_a_screen():
     assert len(lines) <= 30
     assert any("131,072 bytes a token" in line for line in lines)
     assert any("from 256 tokens on" in line for line in lines)
+
+
+def test_it_says_what_it_assumed():
+    given = question(prices=Prices(gpu_hour=2.0))
+    assert len(advise(given).advice) == 1
+    fleet = Fleet(num_nodes=2, dram_bytes=32 * GB, shared_bytes=GB, network=Speed(0.0, 1e9))
+    made_up = replace(given, engine=replace(ENGINE, measured=False), fleet=fleet, prices=Prices())
+    *_, assumed, nodes = advise(replace(made_up, traffic=replace(given.traffic, name="chat"))).advice
+    assert re.findall(r"--[a-z-]+", assumed) == ["--trace", "--prefill-speed", "--shared-speed", "--gpu-price"]
+    assert nodes.startswith("The 2 nodes are simulated as one")
+
+
+@pytest.mark.parametrize("wanted", [0.3, 5.9, 6.1, 12.4, 19.9, 20.0])
+def test_the_least_that_will_do_is_found_however_far_down_it_is(wanted):
+    told = []
+    found = least(lambda size: size >= wanted, 0.0, 20.0, lambda done, most: told.append((done, most)))
+    assert wanted <= found <= wanted + 7 / 2**STEPS
+    assert [done for done, _ in told] == [*range(len(told))]
+    assert told[-1] == (len(told) - 1, len(told))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -46,9 +47,10 @@ def probed(planning):
 
 
 @pytest.fixture
-def rig(plans):
+def rig(plans, planning):
     rig = Rig().start()
     rig.scheduling.plans = plans
+    rig.client.planning = planning
     return rig
 
 
@@ -147,16 +149,37 @@ def test_a_refused_hit_is_counted_with_its_plan(rig, plans, clock, planning, pro
     assert [(hit.start_block, hit.num_blocks) for hit in probed] == [(0, 3)], "the source is looked at again, seldom"
 
 
-def test_no_source_is_looked_at_for_blocks_of_another_scope(rig, plans, clock, planning, probed):
+def test_a_source_is_looked_at_by_the_client_of_the_blocks_scope(rig, plans, clock, planning, probed):
     learn(plans, clock)
     planning.tell({PEER: Speed(9.0, 1e6)})
     rig.adapters["/a"], scope = "1", Scope(AdapterRef(name="a", revision="1"))
-    rig.clients.clients[scope] = rig.client
+    own: list[PrefixHit] = []
+    other = Planning(LAYOUT)
+    other.share(planning)
+    other.probe = own.append
+    rig.clients.clients[scope] = replace(rig.client, planning=other)
     lora = SimpleNamespace(lora_name="a", lora_path="/a", lora_int_id=1)
     request = Request("r", hashes(12), lora_request=lora)
     rig.client.elsewhere.update(keys(request, scope))
     assert rig.scheduling.matched_tokens(request, 0) == 0
+    assert [(hit.start_block, hit.num_blocks) for hit in own] == [(0, 3)]
     assert probed == []
+    other.took(hit_of(RUNS["peer"]), 3, 0.3)
+    assert planning.speeds()[PEER] == Speed(0.0, 1e7), "what one learns the others know"
+
+
+def test_a_part_of_a_plan_expects_what_the_part_takes(rig, plans, clock, planning):
+    learn(plans, clock)
+    planning.tell({PEER: Speed(0.01, 1e8)})  # a block: 10 ms; computing: 64 ms
+    request = Request("r", hashes(12))
+    rig.client.elsewhere.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 0) == 3 * BLOCK
+    allocated(rig, request, 2 * BLOCK)
+    (load,) = rig.scheduling.take_loads()
+    assert (load.plan.head.start, load.plan.head.stop, load.plan.sources) == (0, 2, (PEER,))
+    assert load.plan.head.predicted_s == load.plan.predicted_load_s == pytest.approx(0.03)
+    assert load.plan.predicted_ttft_s == pytest.approx(0.03 + (BLOCK + 1) * TOKEN_S)
+    assert [plan.predicted_load_s for plan in rig.client.plans] == [pytest.approx(0.04)], "as it was found"
 
 
 def test_loads_tell_the_speed_of_their_source(rig, plans, clock, planning):
@@ -182,6 +205,19 @@ def test_a_load_that_stopped_short_tells_too(rig, plans, clock, planning, bad, k
     other = Request("o", hashes(12, seed=1))
     rig.client.elsewhere.update(keys(other))
     assert rig.scheduling.matched_tokens(other, 0) == 0
+
+
+def test_a_load_of_a_request_that_was_aborted_tells_nothing(rig, plans, clock, planning):
+    learn(plans, clock)
+    request, other = Request("r", hashes(12)), Request("o", hashes(12, seed=1))
+    for one in (request, other):
+        rig.client.elsewhere.update(keys(one))
+    allocated(rig, request, rig.scheduling.matched_tokens(request, 0))
+    rig.scheduling.take_loads()
+    rig.scheduling.finished(request)
+    clock.now += 1.0
+    rig.scheduling.output(SimpleNamespace(finished_recving={"r"}, invalid_block_ids=set(range(12))))
+    assert rig.scheduling.matched_tokens(other, 0) == 3 * BLOCK
 
 
 def test_steps_are_seen_by_the_scheduler(rig, clock, planning):
@@ -217,14 +253,14 @@ def test_what_is_here_is_never_taken_for_a_source_that_stalled(planning, name):
 
 
 @pytest.mark.parametrize("name", ["peer", "both"])
-def test_a_source_that_stalled_is_tried_again_though_no_hit_may_be_probed(monkeypatch, clock, name):
+def test_a_source_that_stalled_is_tried_again_though_no_look_at_it_tells(monkeypatch, clock, name):
     monkeypatch.setattr("kvfleet.planning.time", SimpleNamespace(monotonic=clock))
     planning, hit = Planning(LAYOUT), hit_of(RUNS[name])
     planning.tell({"shared": Speed(0.0, 1e12)})
     planning.computed(0, 1000, 1.0)
     planning.took(hit, 0, 1.0)
-    planning.plan(hit, 3 * BLOCK, may_probe=False)
+    planning.plan(hit, 3 * BLOCK)
     assert planning.nearest(hit).runs[0].nodes == (() if name == "both" else hit.runs[0].nodes)
     clock.now += 61.0
-    assert planning.plan(hit, 3 * BLOCK, may_probe=False).num_blocks == 3
+    assert planning.plan(hit, 3 * BLOCK).num_blocks == 3
     assert planning.nearest(hit) == hit

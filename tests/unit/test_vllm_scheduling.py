@@ -25,6 +25,7 @@ from kvfleet.core.planner import Plan
 from kvfleet.errors import ConfigError
 from kvfleet.hits import PrefixHit, merge_runs
 from kvfleet.node.messages import Miss
+from kvfleet.planning import Planning
 
 ENGINE_BLOCK = 16
 BLOCK = 64  # 4 engine blocks
@@ -51,6 +52,7 @@ class FakeClient:
     counted: list[tuple[int, int, int]] = field(default_factory=list)
     labels: set[str] = field(default_factory=set)
     plans: list[Plan | None] = field(default_factory=list)
+    planning: Planning | None = None
     fault: Miss | None = None
     hangs: bool = False
 

@@ -52,21 +52,25 @@ class LoadPlans:
         """The fleet is there. Until this is called, all that is found is loaded.
 
         Args:
-            planning: of the client of `Scope()`; the speeds of other scopes are the same.
+            planning: of a client, with which those of all scopes learn.
         """
         self._planning = planning
 
-    def plan(self, hit: PrefixHit, prompt_tokens: int, *, own: bool) -> Plan | None:
+    def plan(self, hit: PrefixHit, prompt_tokens: int, planning: Planning | None) -> Plan | None:
         """What of a hit is worth loading; None: all of it.
 
         Args:
             hit: what was found.
             prompt_tokens: of the whole prompt.
-            own: its scope is `Scope()`, so that its blocks can be used to look at their source again.
+            planning: of the client that found it.
         """
-        if self._planning is None:
+        return None if planning is None else planning.plan(hit, max(prompt_tokens, hit.num_tokens))
+
+    def narrowed(self, plan: Plan | None, hit: PrefixHit | None, prompt_tokens: int) -> Plan | None:
+        """A plan for the part of its hit that vLLM has room for."""
+        if plan is None or hit is None or self._planning is None:
             return None
-        return self._planning.plan(hit, max(prompt_tokens, hit.num_tokens), may_probe=own)
+        return self._planning.narrowed(plan, hit, max(prompt_tokens, hit.num_tokens))
 
     # how long it takes
 
@@ -101,6 +105,10 @@ class LoadPlans:
     def began(self, request_id: str, hit: PrefixHit) -> None:
         """The workers are told of a load."""
         self._loads[request_id] = (hit, self._now())
+
+    def dropped(self, request_id: str) -> None:
+        """A request has left the engine: a load that is cut short for that tells nothing of its source."""
+        self._loads.pop(request_id, None)
 
     def ended(self, request_id: str, good_tokens: int | None = None) -> None:
         """A load has ended.

@@ -20,6 +20,7 @@ from kvfleet.core.block import KEY_BYTES, engine_keys
 from kvfleet.core.planner import Plan
 from kvfleet.errors import KvFleetError
 from kvfleet.hits import PrefixHit
+from kvfleet.planning import Planning
 
 __all__ = ["EngineRequest", "Lookups", "Prompt"]
 
@@ -190,6 +191,11 @@ class Lookups:
         if client is not None:
             client.count(prompt.hit, plan, num_tokens=prompt.request.num_tokens)
             prompt.counted = True
+
+    def planning(self, prompt: Prompt) -> Planning | None:
+        """Of the client that has looked a prompt up; None if it is there no more."""
+        client = self._clients.ready(prompt.scope) if self._clients is not None and prompt.scope is not None else None
+        return None if client is None else client.planning
 
     def _ask(self, prompt: Prompt) -> None:
         """Look a prompt up, or first find out whose it is."""

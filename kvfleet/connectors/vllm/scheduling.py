@@ -101,7 +101,7 @@ class Scheduling:
         hit = tracked.prompt.hit
         if hit is None:
             return 0
-        tracked.plan = self.plans.plan(hit, request.num_tokens, own=tracked.prompt.scope == Scope())
+        tracked.plan = self.plans.plan(hit, request.num_tokens, self._lookups.planning(tracked.prompt))
         stop = hit.num_tokens if tracked.plan is None else tracked.plan.head.stop * self._block_tokens
         return max(0, stop - computed_tokens)
 
@@ -133,7 +133,7 @@ class Scheduling:
         if prompt.hit is not None:
             hit = _part(prompt.hit, first // self._per_block, -(-stop // self._per_block), self._block_tokens)
             tracked.saved = max(tracked.saved, hit.num_blocks)
-        plan = _narrowed(tracked.plan, hit)
+        plan = self.plans.narrowed(tracked.plan, hit, request.num_tokens)
         scope, blocks = prompt.scope or Scope(), tuple(engine_blocks[first:stop])
         self._add(Load(request.request_id, scope, hit, first, blocks, plan))
         self._lookups.forget(prompt)
@@ -248,6 +248,7 @@ class Scheduling:
     def finished(self, request: EngineRequest) -> dict[str, Any] | None:
         """A request has ended, however. What another engine may be told that goes on with it."""
         tracked = self._requests.pop(request.request_id, None)
+        self.plans.dropped(request.request_id)
         params = request.kv_transfer_params
         if tracked is None or not params or not params.get("do_remote_decode"):
             return None
@@ -264,13 +265,6 @@ class Scheduling:
         self._lookups.reset(word)
         for tracked in self._requests.values():
             tracked.lost = True
-
-
-def _narrowed(plan: Plan | None, hit: PrefixHit | None) -> Plan | None:
-    """A plan for the part of its hit that vLLM has room for."""
-    if plan is None or hit is None:
-        return None
-    return replace(plan, head=replace(plan.head, start=hit.start_block, stop=hit.num_blocks))
 
 
 def _part(hit: PrefixHit, start: int, stop: int, block_tokens: int) -> PrefixHit:

@@ -104,13 +104,16 @@ class ScopedClients:
 def clients_of(
     fleet: kvfleet.Fleet, spec: ModelSpec, shard: int, failed: Callable[[str, Exception], None]
 ) -> ScopedClients:
-    """Clients of a model, that of `Scope()` made.
+    """Clients of a model, that of `Scope()` made. All learn together how fast sources are.
 
     Blocking: while it attaches to the node.
     """
 
     def make(scope: Scope) -> Client:
-        return attached(fleet.client(spec_of(spec, scope), shard=shard))
+        client, first = attached(fleet.client(spec_of(spec, scope), shard=shard)), clients.ready(Scope())
+        if first is not None:
+            client.planning.share(first.planning)
+        return client
 
     clients = ScopedClients(make, failed)
     clients.get(Scope())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvfleet.core.block import BlockKey
 from kvfleet.core.hints import NO_HINTS, Hints
@@ -15,8 +15,7 @@ Worth = Callable[[BlockKey], int]
 """What the eviction of a key would bring; 0 for a key that must stay."""
 
 
-@dataclass(frozen=True, slots=True)
-class Newcomer:
+class Newcomer(NamedTuple):
     """A block that wants the room of others.
 
     Attributes:

@@ -41,7 +41,7 @@ class ClassedLeaves(Generic[AnyNode]):
         self._loose: dict[BlockKey, AnyNode] = {}
         self._heads: list[tuple[float, float, Entry]] = []
         self._offering: set[int] = set()  # queues of which a leaf is among the heads
-        self._taken: list[Entry] = []
+        self._taken: list[Entry] = []  # out of their queues, until `begin`: most of them go
         self._left: dict[BlockKey, int] = {}  # of parents of what goes: how many children stay
 
     def loosen(self, node: AnyNode) -> None:
@@ -54,6 +54,7 @@ class ClassedLeaves(Generic[AnyNode]):
         if self._num_entries > 2 * len(self._nodes) + 64:
             entries = [node.entry for node in self._nodes.values() if node.entry is not None]
             self._queues, self._num_entries = {}, len(entries)
+            self._taken.clear()
             for entry in entries:
                 self._queues.setdefault(entry[0], []).append(entry)
             for queue in self._queues.values():
@@ -61,6 +62,22 @@ class ClassedLeaves(Generic[AnyNode]):
 
     def begin(self) -> None:
         """Offer leaves, until `end`."""
+        self._settle()
+        for number, queue in self._queues.items():
+            if queue:
+                self._offering.add(number)
+                self._offer(queue[0])
+
+    def _settle(self) -> None:
+        """Have every leaf in its queue, and right entries at the top of all queues."""
+        assert not self._heads, "the last walk has ended"
+        for entry in self._taken:
+            taken = self._nodes.get(entry[2])
+            if taken is not None and taken.entry is entry:
+                heappush(self._queues.setdefault(entry[0], []), entry)
+            else:
+                self._num_entries -= 1
+        self._taken.clear()
         for node in self._loose.values():
             if not node.children:
                 entry = self._entry(node)
@@ -68,8 +85,7 @@ class ClassedLeaves(Generic[AnyNode]):
                     self._push(node, entry)
         self._loose.clear()
         for number in list(self._queues):
-            if number not in self._offering:
-                self._offer_first(number)
+            self._head(number)
 
     def cheapest(self) -> tuple[float, AnyNode] | None:
         """The next leaf to go, by price; None if there is none. Not offered again."""
@@ -92,15 +108,13 @@ class ClassedLeaves(Generic[AnyNode]):
         parent = node.parent
         if parent is not None:
             left = self._left.get(parent.key, len(parent.children)) - 1
+            assert left >= 0, "a child goes once"
             self._left[parent.key] = left
             if not left:
                 self._offer(self._entry(parent))
 
     def end(self) -> None:
         """All is as it was before `begin`."""
-        for entry in self._taken:
-            heappush(self._queues[entry[0]], entry)
-        self._taken.clear()
         self._heads.clear()
         self._offering.clear()
         self._left.clear()
@@ -124,10 +138,10 @@ class ClassedLeaves(Generic[AnyNode]):
 
     def _head(self, number: int) -> Entry | None:
         """The first entry of a queue that is right; None if there is none."""
-        queue = self._queues[number]
+        queue, nodes = self._queues[number], self._nodes
         while queue:
             entry = queue[0]
-            node = self._nodes.get(entry[2])
+            node = nodes.get(entry[2])
             right = None
             if node is not None and node.entry is entry:
                 right = None if node.children else self._entry(node)
@@ -138,7 +152,7 @@ class ClassedLeaves(Generic[AnyNode]):
             self._num_entries -= 1
             if node is not None and right is not None:
                 self._push(node, right)
-                if right[0] not in self._offering:  # it has been looked at, and had none
-                    self._offering.add(right[0])
-                    self._offer(right)
+                if self._offering and right[0] not in self._offering:
+                    self._offer_first(right[0])
+        del self._queues[number]
         return None

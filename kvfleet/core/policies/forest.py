@@ -101,5 +101,6 @@ class Forest(Generic[AnyNode]):
             each.orphan = True
         for child in node.children.values():
             child.parent = None
+        assert key not in self._waiting, "children wait for absent parents only"
         self._waiting[key] = node.children
         return below

@@ -14,13 +14,13 @@ from kvfleet.core.policies.base import Newcomer, Policy, Worth
 from kvfleet.core.policies.classes import ClassedLeaves, Entry
 from kvfleet.core.policies.forest import Forest, Node
 from kvfleet.core.policies.lives import Life, Lives, Turn
-from kvfleet.core.reuse import NUM_KINDS, kind_of_turn
+from kvfleet.core.reuseclasses import NUM_KINDS, is_over, kind_of_turn
 
 __all__ = ["HoldTurn"]
 
 _SAME_TURN_S = 30.0  # longest pause within a turn, as when an engine stores what it produces block by block
 _ORPHANS, _UNWANTED = -2, -1  # queues that go first
-_BOOST = 4.0  # what a step of priority makes of a block's worth
+_BOOSTS = (0.25, 1.0, 4.0)  # what a priority of -1, 0 and 1 makes of a block's worth
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +40,9 @@ class HoldTurn(Policy):
 
     Each class is a queue by last use. The heads of the queues compete, so a victim costs the same however many blocks
     there are. Keys of blocks that left or were declined are remembered, eight times as many as there is room for: the
-    model sees all traffic, whatever the policy does. Until it has seen enough of it, it is leaf-first LRU that takes
-    everything. Of equal worth, the one used longest ago goes first.
+    model sees all traffic, whatever the policy does. Until it has seen enough of it, and where it does not promise more
+    hits (see `ReuseModel.rules`), this is leaf-first LRU that takes everything. Of equal worth, the one used longest
+    ago goes first.
 
     Worked by hand, with the times of use; blocks of one letter are of one conversation:
 
@@ -93,7 +94,7 @@ class HoldTurn(Policy):
             return
         self._tick(now)
         if uses:
-            self._use(life, now, final=False)
+            self._use(key, life, now, final=False)
             node.passing = False
         elif now > life.last:
             self._lives.move(life, now)
@@ -124,7 +125,7 @@ class HoldTurn(Policy):
         assert need > 0, "something is needed"
         if newcomers:
             self._tick(newcomers[-1].now)
-        bars = self._bars(newcomers) if newcomers and self._model.ready else []
+        bars = self._bars(newcomers) if newcomers and self._model.rules else []
         chosen: list[BlockKey] = []
         gained = 0
         self._leaves.begin()
@@ -178,8 +179,8 @@ class HoldTurn(Policy):
         node = self._nodes.get(key)
         return self._lives.of_gone(key) if node is None else node.life
 
-    def _use(self, life: Life, now: float, *, final: bool) -> None:
-        self._lives.use(life, now)
+    def _use(self, key: BlockKey, life: Life, now: float, *, final: bool) -> None:
+        self._lives.use(key, life, now)
         if life.child is None and life.turn is not None:
             turn = Turn(life.turn.number + 1, again=True, priority=life.turn.priority)
             self._begin_turn(turn, life, final=final)
@@ -196,7 +197,7 @@ class HoldTurn(Policy):
             life = self._lives.begin(now, turn, parent)
             life.retired = hints.final
         else:
-            self._use(life, now, final=hints.final)
+            self._use(key, life, now, final=hints.final)
         if above is not None:
             if above.child is None:
                 above.child = key
@@ -237,7 +238,7 @@ class HoldTurn(Policy):
         above = lives[num_known - 1] if num_known else self._known(first.parent)
         turn = self._turn(above, first.now, first.hints)
         growth = len(lives) - num_known + turn.growth
-        boost = _BOOST**first.hints.priority
+        boost = _BOOSTS[1 + first.hints.priority]
         final = first.hints.final
         worth = self._model.worth(kind_of_turn(0 if final else turn.number, growth), 0.0) * boost
         return [
@@ -250,17 +251,19 @@ class HoldTurn(Policy):
     def _price(self, entry: Entry) -> float:
         """What a leaf is worth now."""
         queue, last, _ = entry
-        if queue < 0 or not self._model.ready:
-            return float(min(queue, 0))
+        if queue < 0:
+            return float(queue)
         priority, number = divmod(queue, NUM_KINDS)
-        return self._model.worth(number, self._now - last) * _BOOST ** (priority - 1)
+        if not self._model.rules:
+            return float(_UNWANTED if is_over(number) else 0)
+        return self._model.worth(number, self._now - last) * _BOOSTS[priority]
 
     def _entry(self, node: _Node) -> Entry:
         """What its entry should be."""
         life = node.life
         if node.orphan:
             queue = _ORPHANS
-        elif node.passing or (life.retired and not self._model.ready):
+        elif node.passing:
             queue = _UNWANTED
         else:
             queue = life.kind() + NUM_KINDS * (1 + life.priority())

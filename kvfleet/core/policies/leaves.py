@@ -96,6 +96,7 @@ class RankedLeaves(Policy, Generic[AnyNode]):
             gain = worth(node.key)
             if gain <= 0:
                 continue
+            assert not children.get(node.key, len(node.children)), "children go first"
             need -= gain
             chosen.append(node.key)
             parent = node.parent

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvfleet.core.block import BlockKey
-from kvfleet.core.reuse import ReuseModel, kind_of_shared, kind_of_turn
+from kvfleet.core.reuse import ReuseModel
+from kvfleet.core.reuseclasses import kind_of_shared, kind_of_turn
 
 __all__ = ["Life", "Lives", "Turn"]
 
@@ -79,9 +80,10 @@ class Lives:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.model = ReuseModel()
+        self.model = ReuseModel(capacity)
         self._gone: OrderedDict[BlockKey, Life] = OrderedDict()
         self._gone_max = max(_REMEMBERED_MIN, min(_REMEMBERED * capacity, _REMEMBERED_MAX))
+        self._used: BlockKey | None = None  # last
         self._young: dict[int, Life] = {}  # by identity; the model has not been told of them
 
     def __len__(self) -> int:
@@ -119,9 +121,10 @@ class Lives:
         self._young[id(life)] = life
         return life
 
-    def use(self, life: Life, now: float) -> None:
+    def use(self, key: BlockKey, life: Life, now: float) -> None:
         """A block is used again."""
-        self.model.ended(life.kind(), now - life.last)
+        self.model.ended(life.kind(), now - life.last, follows=life.parent is not None and life.parent == self._used)
+        self._used = key
         self.move(life, now)
         life.uses += 1
         life.retired = False
