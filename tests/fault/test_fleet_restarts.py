@@ -314,7 +314,7 @@ def test_a_shutdown_during_a_load_leaves_nothing(arena_root):
             assert begun.wait(10)
             rig.run(rig.managers[1].shutdown())
             go_on.set()
-            assert loading.result(20) < len(tokens)
+            assert loading.result(20) <= len(tokens)  # all, if the last window had come before
         del rig.managers[1]
         rig.start(1)
         assert load(reader, tokens) == len(tokens)
