@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfleet.connectors.transformers_model import cache_argument, layout_of, spec_for
 from kvfleet.connectors.transformers_prompt import PrefixCache, Prompt
+from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.errors import ConfigError, LayoutMismatchError
 from kvfleet.hits import Loaded, PrefixHit, StoreResult
 from kvfleet.node.messages import Source
@@ -113,27 +114,35 @@ class TransformersConnector:
         self._client = client
         self._layout = layout
 
-    def generate(self, input_ids: torch.Tensor, **settings: Any) -> Any:  # noqa: ANN401 - what the model returns
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        hints: Hints = NO_HINTS,
+        **settings: Any,  # noqa: ANN401 - the model's
+    ) -> Any:  # noqa: ANN401 - what the model returns
         """Like `model.generate(input_ids, **settings)`. Afterwards `last` says what was reused.
 
         Args:
             input_ids: (1, num_tokens), integers.
+            hints: of whose prompt it is; see `Client.store`.
             **settings: of `model.generate`.
 
         Raises:
             ConfigError: a batch, a mask with padding, several beams or sequences, or inputs besides tokens.
         """
         _check_settings(self._model, settings)
-        self.last = self.prefill(input_ids)
+        self.last = self.prefill(input_ids, hints=hints)
         settings.setdefault("attention_mask", input_ids.new_ones(input_ids.shape))
         settings[cache_argument(self._model)] = self.last.cache
         return self._model.generate(input_ids, **settings)
 
-    def prefill(self, input_ids: torch.Tensor) -> Prefill:
+    def prefill(self, input_ids: torch.Tensor, *, hints: Hints = NO_HINTS) -> Prefill:
         """Fill a cache with the KV of a prompt's whole blocks.
 
         Args:
             input_ids: (1, num_tokens), integers.
+            hints: as in `generate`.
 
         Raises:
             ConfigError: a batch of several prompts, or an empty prompt.
@@ -141,8 +150,8 @@ class TransformersConnector:
         if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
             raise ConfigError("input_ids", f"one prompt at a time, shape (1, num_tokens), is {tuple(input_ids.shape)}")
         started = time.monotonic()
-        hit = self._client.lookup(input_ids[0].cpu().numpy())
-        prompt, loaded = self._fill(input_ids, hit)
+        hit = self._client.lookup(input_ids[0].cpu().numpy(), hints=hints)
+        prompt, loaded = self._fill(input_ids, hit, hints)
         seconds = time.monotonic() - started
         self._client.started(loaded, seconds)
         cache, prompt_tokens = prompt.cache, input_ids.shape[1]
@@ -157,14 +166,16 @@ class TransformersConnector:
             seconds=seconds,
         )
 
-    def _fill(self, input_ids: torch.Tensor, hit: PrefixHit) -> tuple[Prompt, Loaded]:
+    def _fill(self, input_ids: torch.Tensor, hit: PrefixHit, hints: Hints) -> tuple[Prompt, Loaded]:
         """Load what is worth it, compute the rest."""
         client, whole_tokens = self._client, hit.asked_blocks * self._layout.block_tokens
-        prompt = Prompt(self._model, client, input_ids, hit)
+        prompt = Prompt(self._model, client, input_ids, hit, hints)
         plan = client.planning.plan(hit, whole_tokens, can_split=True)
         stop = hit.start_block if plan.tail is None else plan.tail.start
         loaded = client.load(hit, prompt.buffer, plan=plan, meanwhile=lambda first: prompt.begin(first, stop))
         prompt.finish(loaded)
+        if hints.lasting and hit.keys:
+            prompt.stores.append(client.hint(hit.keys, hints))  # those that were loaded have no store to tell it
         return prompt, loaded
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvfleet.connectors.transformers_model import forward
 from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.hints import Hints
 from kvfleet.core.layout import ModelSpec
 from kvfleet.core.planner import Plan
 from kvfleet.hits import Loaded, PrefixHit
@@ -27,7 +29,7 @@ class PrefixCache(Protocol):
 
     spec: ModelSpec
 
-    def lookup(self, token_ids: Any, /) -> PrefixHit:  # noqa: ANN401 - see Client
+    def lookup(self, token_ids: Any, /, *, hints: Hints) -> PrefixHit:  # noqa: ANN401 - see Client
         """See `Client.lookup`."""
         ...
 
@@ -41,13 +43,20 @@ class PrefixCache(Protocol):
         """See `Client.started`."""
         ...
 
-    def store_keys(self, keys: bytes, kv: object, /, *, start_block: int) -> StoreTask:
+    def store_keys(self, keys: bytes, kv: object, /, *, start_block: int, hints: Hints) -> StoreTask:
         """See `Client.store_keys`."""
+        ...
+
+    def hint(self, keys: bytes, hints: Hints, /) -> StoreTask:
+        """See `Client.hint`."""
         ...
 
 
 class Prompt:
     """Fills a cache with a prompt's whole blocks, in order.
+
+    Args:
+        hints: of whose prompt it is, for each store; that it is the last one is for `Client.hint`, when all are stored.
 
     Attributes:
         buffer: where loaded blocks come to, CPU, of the layout's shape with the hit's tokens.
@@ -55,7 +64,9 @@ class Prompt:
         stores: under way.
     """
 
-    def __init__(self, model: PreTrainedModel, client: PrefixCache, input_ids: torch.Tensor, hit: PrefixHit) -> None:
+    def __init__(
+        self, model: PreTrainedModel, client: PrefixCache, input_ids: torch.Tensor, hit: PrefixHit, hints: Hints
+    ) -> None:
         import torch
         from transformers import DynamicCache
 
@@ -70,6 +81,7 @@ class Prompt:
         self._client = client
         self._input_ids = input_ids
         self._hit = hit
+        self._hints = replace(hints, final=False)
         self._next = 0
 
     def finish(self, loaded: Loaded) -> None:
@@ -107,7 +119,9 @@ class Prompt:
             began, first = time.perf_counter(), index * block_tokens
             forward(self._model, self._input_ids[:, first : first + block_tokens], self.cache)
             keys = self._hit.keys[: (index + 1) * KEY_BYTES]
-            self.stores.append(self._client.store_keys(keys, self._newest_block(), start_block=index))
+            self.stores.append(
+                self._client.store_keys(keys, self._newest_block(), start_block=index, hints=self._hints)
+            )
             self._client.planning.computed(first, block_tokens, time.perf_counter() - began)
             self._next = index + 1
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvfleet import Hints
 from kvfleet.sim.trace import load_trace
 from tests.cluster.engine_process import BLOCK_TOKENS, prompt
 from tests.conftest import wait_for
@@ -23,8 +24,10 @@ def test_what_engines_ask_is_recorded(ray_cluster, make_fleet, engine_here, tmp_
         try:
             wait_for(lambda: list(root.rglob("recording")), f"nodes record: {sorted(root.rglob('*'))}", 60)
             engine.client._recorder._look_at = 0.0
-            for number, blocks in ((1, 3), (2, 2), (1, 4)):
-                assert engine.client.lookup(prompt(number, blocks)[: blocks * BLOCK_TOKENS - 1]).num_blocks == 0
+            said = Hints(), Hints.of("other"), Hints.of("chat", turn=2, final=True)
+            for (number, blocks), hints in zip(((1, 3), (2, 2), (1, 4)), said, strict=True):
+                tokens = prompt(number, blocks)[: blocks * BLOCK_TOKENS - 1]
+                assert engine.client.lookup(tokens, hints=hints).num_blocks == 0
         finally:
             recording.send_signal(signal.SIGINT)
             _, told = recording.communicate(timeout=60)
@@ -34,4 +37,9 @@ def test_what_engines_ask_is_recorded(ray_cluster, make_fleet, engine_here, tmp_
     assert trace.block_tokens == BLOCK_TOKENS
     assert [one.keys for one in trace.requests] == [(0, 1), (2,), (0, 1, 3)]
     assert [one.prompt_tokens for one in trace.requests] == [n * BLOCK_TOKENS - 1 for n in (3, 2, 4)]
+    assert [(one.turn, one.final) for one in trace.requests] == [(None, False), (None, False), (2, True)]
+    sessions = [one.session for one in trace.requests]
+    assert sessions[0] == ""
+    assert len({*sessions}) == 3
+    assert not {Hints.of("chat").session.hex()[:16], "chat"} & {*sessions}, "they are salted"
     assert not list(root.rglob("recording*"))

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvfleet import copying
 from kvfleet.core.block import TokenIds, split
+from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.core.layout import ModelSpec
 from kvfleet.core.planner import Leg, Plan
 from kvfleet.hits import HitRun, Loaded, PrefixHit, StoreResult
@@ -24,6 +25,8 @@ class MemoryClient:
         planning: makes plans as a real client's, of what a test tells it.
         plans: of the loads so far.
         ready_s: what was said of the prompts so far.
+        hints: of the lookups and stores so far.
+        hinted: keys and hints of the calls of `hint`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -33,8 +36,11 @@ class MemoryClient:
         self.planning = Planning(spec.layout)
         self.plans: list[Plan] = []
         self.ready_s: list[float] = []
+        self.hints: list[Hints] = []
+        self.hinted: list[tuple[bytes, Hints]] = []
 
-    def lookup(self, token_ids: TokenIds) -> PrefixHit:
+    def lookup(self, token_ids: TokenIds, *, hints: Hints = NO_HINTS) -> PrefixHit:
+        self.hints.append(hints)
         keys = self.spec.keys(token_ids)
         asked = split(keys)
         held = next((i for i, key in enumerate(asked) if key not in self.blocks), len(asked))
@@ -63,7 +69,14 @@ class MemoryClient:
     def started(self, loaded: Loaded, seconds: float) -> None:
         self.ready_s.append(seconds)
 
-    def store_keys(self, keys: bytes, kv: object, *, start_block: int = 0) -> StoreTask:
+    def hint(self, keys: bytes, hints: Hints) -> StoreTask:
+        self.hinted.append((keys, hints))
+        task = StoreTask()
+        task.finish(StoreResult())
+        return task
+
+    def store_keys(self, keys: bytes, kv: object, *, start_block: int = 0, hints: Hints = NO_HINTS) -> StoreTask:
+        self.hints.append(hints)
         layout = self.spec.layout
         new = split(keys)[start_block:]
         source = copying.as_array(kv)

@@ -11,6 +11,8 @@ from transformers import DynamicCache
 
 from kvfleet.cli.demo_model import cache_directory, load_model, load_tokenizer, prepare_smollm2
 from kvfleet.connectors.transformers import TransformersConnector, spec_for
+from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.hints import Hints
 from kvfleet.core.planner import Leg, Plan
 from kvfleet.core.speeds import Speed
 from kvfleet.errors import ConfigError, LayoutMismatchError
@@ -294,6 +296,20 @@ def test_the_planner_is_told_of_computed_blocks_and_whole_prompts():
     prefill = kv.prefill(prompt_of(3 * BLOCK + 5))
     assert [plan.num_blocks for plan in client.plans] == [0, 3]
     assert client.ready_s[1] == prefill.seconds
+
+
+def test_hints_come_with_stores_and_once_more_for_what_was_loaded():
+    """That a prompt is the last one is said when all of it is stored: said before, it would go while it comes."""
+    kv = connect(tiny("Llama"))
+    client = kv._client
+    first, last = Hints.of("chat", turn=1), Hints.of("chat", turn=2, final=True)
+    kv.prefill(prompt_of(2 * BLOCK), hints=first)
+    keys = client.spec.keys(prompt_of(3 * BLOCK)[0].numpy())
+    kv.prefill(prompt_of(3 * BLOCK), hints=last)
+    assert client.hints == [first, first, first, last, Hints.of("chat", turn=2)]
+    assert client.hinted == [(keys[: 2 * KEY_BYTES], first), (keys, last)]
+    kv.generate(prompt_of(2 * BLOCK), max_new_tokens=1, do_sample=False)
+    assert len(client.hinted) == 2, "nothing is said without hints"
 
 
 # --- who shares with whom

@@ -3,7 +3,7 @@
 import pytest
 
 from kvfleet import Hints
-from kvfleet.config import MIB
+from kvfleet.config import MIB, DriveConfig
 from kvfleet.core.block import split
 from kvfleet.node.messages import HintRequest
 from tests.rig import Rig
@@ -59,6 +59,52 @@ def test_a_final_turn_ends_its_session(arena_root):
         hinted(client, chat[: 2 * 16], Hints.of("chat"))
         hinted(client, chat, Hints.of("chat", final=True), start_block=2)
         assert leaving(rig, 0, 4) == split(SPEC.keys(chat))[::-1]
+
+
+@pytest.mark.parametrize("session", ["chat", ""])
+def test_a_prompt_that_is_all_here_has_its_end_told(arena_root, session):
+    """Nothing of it is written, so that no reserve brings its hints."""
+    with Rig(arena_root) as rig:
+        client = rig.client(SPEC)
+        chat, other = prompt(4), prompt(2, 1)
+        store(client, chat)
+        store(client, other)
+        again = client.store(chat, kv(SPEC, chat), hints=Hints.of(session, turn=1)).wait(10)
+        assert (again.already, rig.part(0).writers.retired_blocks) == (4, 0)
+        again = client.store(chat, kv(SPEC, chat), hints=Hints.of(session, final=True)).wait(10)
+        assert (again.stored, again.already, again.published) == (0, 4, True)
+        assert leaving(rig, 0, 4) == split(SPEC.keys(chat))[::-1]
+        assert rig.part(0).status().retired_blocks == 4
+
+
+def test_what_was_only_loaded_is_hinted(arena_root):
+    with Rig(arena_root) as rig:
+        client = rig.client(SPEC)
+        chat, other = prompt(4), prompt(2, 1)
+        store(client, chat)
+        store(client, other)
+        assert load(client, chat) == 4 * 16
+        told = client.hint(SPEC.keys(chat), Hints.of(final=True)).wait(10)
+        assert (told.already, told.published) == (4, True)
+        assert leaving(rig, 0, 4) == split(SPEC.keys(chat))[::-1]
+        with pytest.raises(TypeError, match="hints"):
+            client.hint(SPEC.keys(chat), "final")
+
+
+def test_an_ended_session_goes_first_from_drives(arena_root, tmp_path, wait_for_condition):
+    drives = (DriveConfig(directory=str(tmp_path), max_bytes=16 * MIB, dwpd=1000.0),)
+    with Rig(arena_root, nvme=drives) as rig:
+        part, client = rig.part(0), rig.client(SPEC)
+        wait_for_condition(part.nvme.opened.is_set, "the drive was tried")
+        chat, other = prompt(3), prompt(2, 1)
+        hinted(client, chat, Hints.of("chat"))
+        store(client, other)
+        load(client, chat)
+        wait_for_condition(lambda: not part.dram.placement.num_unsaved("nvme"), "all is on the drive")
+        books = part.nvme._bays[0].at_work.drive.books
+        [policy] = books.placement._residents._policies.values()
+        assert client.retire("chat").wait(10).published
+        assert policy.victims(3, lambda _: 1) == split(SPEC.keys(chat))[::-1]
 
 
 def test_parents_in_a_circle_end(arena_root):
