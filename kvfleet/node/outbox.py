@@ -140,10 +140,13 @@ class Outbox:
             self._gone.clear()
         return again
 
-    def lost(self) -> None:
-        """The delta is given up, whether it arrived or not: said twice does no harm."""
+    def lost(self) -> list[bytes]:
+        """The delta is given up, whether it arrived or not: said twice does no harm.
+
+        Returns the records that a directory may know from an earlier delta, and the next one does not.
+        """
         flying, self._flying = self._flying, {}
-        self._wait_again(flying)
+        return self._wait_again(flying)
 
     def _wait_again(self, rows: dict[bytes, bytes]) -> list[bytes]:
         """Put rows back; later ones of their records stay. Returns the records of objects that were stored."""

@@ -267,7 +267,8 @@ class Publisher:
         self._known = False
         if self._unacked is not None:
             self._keep_shared(self._unacked)
-            self._outbox.lost()
+            for record in self._outbox.lost():
+                self._shared.setdefault(record, True)
             self._unacked = None
         records = self._holdings.snapshot()
         size = self._config.inventory_page_records

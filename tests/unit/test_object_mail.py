@@ -93,6 +93,17 @@ def test_what_has_gone_since_is_not_said_again_to_a_directory_that_starts_empty(
     assert sorted(box.take(9)) == sorted(rows(2, 3, 4))
 
 
+def test_what_was_being_told_as_its_directory_went_is_told_to_the_next_one():
+    """The last one may have known the object from a delta before: that is gone with it."""
+    box = Outbox()
+    put(box, 1, 2)
+    box.put(thing(3).record, thing(3).row(stored_at=0, last_used=1))
+    assert len(box.take(9)) == len(rows(1, 2, 3))
+    box.forget(thing(2).record)
+    assert box.lost() == [thing(1).record]
+    assert box.num_waiting == 2
+
+
 def test_what_goes_while_it_is_told_is_not_told_again():
     box = Outbox()
     put(box, 1, 2)

@@ -121,6 +121,14 @@ def test_salts_are_apart(first, other_node, plain):
     assert fleet_tokens(other_node) - before == same.cached_tokens
 
 
+def test_the_end_of_a_session_reaches_the_manager(fleet, first):
+    before = sum(node.retired_blocks for node in fleet.status().nodes)
+    said = {"kvfleet": {"session": "chat 7", "final": True}}
+    (answer,) = first.ask([{"prompt": PROMPT, "cache_salt": "ends"}], transfer_params=said)
+    saved(first)
+    assert sum(node.retired_blocks for node in fleet.status().nodes) - before == whole_blocks(answer)
+
+
 def _tokens(engine: object, prompt: str) -> list[int]:
     return engine._llm.get_tokenizer().encode(prompt)  # type: ignore[attr-defined,no-any-return]
 
