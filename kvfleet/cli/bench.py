@@ -215,6 +215,9 @@ def policies(
     capacity: Annotated[
         list[int] | None, typer.Option(min=1, help="Blocks, for the trace. Repeat for several.")
     ] = None,
+    final: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the trace's requests that are the last of theirs and say so.")
+    ] = 0.0,
 ) -> None:
     """What policies cost a block, and what they keep of a trace."""
     from rich.table import Table
@@ -222,7 +225,7 @@ def policies(
     from kvfleet.bench import policies as bench
     from kvfleet.core.policies import POLICIES
     from kvfleet.errors import ConfigError
-    from kvfleet.sim.trace import load_trace
+    from kvfleet.sim.trace import load_trace, with_final
 
     with plain_errors():
         names = policy or list(POLICIES)
@@ -236,6 +239,8 @@ def policies(
         if trace is not None:
             loaded = load_trace(trace)
             rooms = capacity or [max(1, loaded.distinct * percent // 100) for percent in (1, 2, 5, 10, 20)]
+            if final:
+                loaded = with_final(loaded, final)
             found = Table("policy", "room, blocks", "hits", title=f"{trace.name}: {len(loaded.requests):,} requests")
             for hit in bench.hits(names, rooms, loaded):
                 found.add_row(hit.policy, f"{hit.capacity_blocks:,}", f"{hit.hit_rate:.1%}")

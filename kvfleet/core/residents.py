@@ -225,7 +225,10 @@ class Residents:
     def first(self, slot: int) -> bool:
         """Whether a taken slot is that of its block's first record: all are read for one use, and that one counts."""
         key = self._keys[slot]
-        return key is not None and next(iter(self.blocks[key].records.values())).slot == slot
+        if key is None:
+            return False
+        records = self.blocks[key].records
+        return len(records) == 1 or next(iter(records.values())).slot == slot
 
     def touch(self, key: BlockKey, now: float, *, uses: int) -> None:
         """Note that a block was of use, if it is here; `uses` of them are counted."""

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,10 @@ def write_trace(path: Path, block_tokens: int, requests: Iterable[Request]) -> i
 
 
 def with_final(trace: Trace, recall: float, seed: int = 0) -> Trace:
-    """A trace in which some requests say truly that they are not continued: no later one has all their whole blocks.
+    """A trace in which some requests say truly that they are over: no later one comes back to what is theirs alone.
+
+    That are the blocks behind the last one from which prefixes go on differently by then; of a request that has none,
+    all its whole blocks together.
 
     Args:
         trace: whose own flags are dropped.
@@ -156,8 +160,21 @@ def with_final(trace: Trace, recall: float, seed: int = 0) -> Trace:
     assert 0 <= recall <= 1
     draw, later = random.Random(seed), set[int]()
     marked = []
-    for request in reversed(trace.requests):
-        ends = bool(request.keys) and request.keys[-1] not in later
-        marked.append(replace(request, final=ends and draw.random() < recall))
+    for request, own in zip(reversed(trace.requests), reversed(_first_own(trace)), strict=True):
+        over = own is not None and own not in later
+        marked.append(replace(request, final=over and draw.random() < recall))
         later.update(request.keys)
     return replace(trace, requests=marked[::-1])
+
+
+def _first_own(trace: Trace) -> list[int | None]:
+    """Of each request the first block that is its own by then, or its last one; None if it has no blocks."""
+    after: dict[int, int] = {}  # what came first after a block
+    forked = set[int]()  # something else did, too
+    found: list[int | None] = []
+    for request in trace.requests:
+        keys = request.keys
+        forked.update(key for key, following in pairwise(keys) if after.setdefault(key, following) != following)
+        num_shared = 1 + max((place for place, key in enumerate(keys) if key in forked), default=-1)
+        found.append(keys[min(num_shared, len(keys) - 1)] if keys else None)
+    return found

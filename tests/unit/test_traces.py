@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from kvfleet.cli.main import app
 from kvfleet.errors import ConfigError
 from kvfleet.sim.trace import Request, load_trace, with_final, write_trace
 
@@ -112,13 +114,44 @@ def test_a_file_that_is_not_there(tmp_path):
         load_trace(tmp_path / "nothing.jsonl")
 
 
-def test_requests_that_say_they_are_the_last(file):
-    """The first is continued by the second, which is repeated; of these the later one is the last."""
-    ids = ([1], [1, 2], [1, 2], [7], [])
+@pytest.mark.parametrize(
+    ("ids", "over"),
+    [
+        # the first is continued by the second, which is repeated; of these the later one is the last
+        ([[1], [1, 2], [1, 2], [7], []], [False, False, True, True, False]),
+        # an answer is asked for again, from the same beginning: the first is not the last that needs it
+        ([[1, 2, 3], [1, 2, 4]], [False, True]),
+        # what others have used too, as a system prompt, does not count
+        ([[1, 2], [1, 3], [1, 4], [1, 3]], [False, False, True, True]),
+        # only blocks that others continue: all of them count
+        ([[1, 2], [1, 3], [1], [1]], [False, True, False, True]),
+    ],
+)
+def test_requests_that_say_they_are_the_last(file, ids, over):
     trace = load_trace(file(*(MOONCAKE | {"input_length": 512 * len(one), "hash_ids": one} for one in ids)))
-    assert [one.final for one in with_final(trace, 1.0).requests] == [False, False, True, True, False]
+    assert [one.final for one in with_final(trace, 1.0).requests] == over
+
+
+def test_a_share_of_the_requests_that_are_the_last(file):
+    trace = load_trace(file(MOONCAKE))
     assert not any(one.final for one in with_final(trace, 0.0).requests)
     many = load_trace(file(*(MOONCAKE | {"hash_ids": [number, 0, 0]} for number in range(1000))))
     some = [one.final for one in with_final(many, 0.4, seed=3).requests]
     assert 350 < sum(some) < 450
     assert some == [one.final for one in with_final(many, 0.4, seed=3).requests]
+
+
+def test_ends_that_are_told_make_room_for_what_goes_on(file):
+    """`kvfleet bench policies`: a conversation goes on after a long prompt that ends. LRU keeps it if it knows that."""
+    ids = [[1], [7, 8, 9], [5, 6], [1, 2]]
+    path = file(*(MOONCAKE | {"timestamp": 1000 * at, "input_length": 512 * len(one), "hash_ids": one}
+                  for at, one in enumerate(ids)))  # fmt: skip
+
+    def hits(final):
+        options = ["--policy", "lru", "--resident", "8", "--requests", "1", "--trace", str(path), "--capacity", "4"]
+        result = CliRunner().invoke(app, ["bench", "policies", *options, "--final", final], env={"COLUMNS": "120"})
+        assert result.exit_code == 0, result.output
+        return result.output.splitlines()[-2]
+
+    assert "0.0%" in hits("0")
+    assert "12.5%" in hits("1")
