@@ -82,10 +82,8 @@ class Granting:
 
     def _give(self, asked: Asked, waiting: deque[int], answer: Admission, *, passing: bool) -> None:
         """Give the slots there are to the first that wait."""
-        while waiting:
-            block = asked.blocks[waiting[0]]
-            slot = self._slabs.take(self._slabs.slot_size(block.num_bytes))
-            if slot is None:
-                return
-            self._residents.add(block, slot, asked.now, hints=asked.hints, passing=passing)
-            answer.grants.append(Grant(waiting.popleft(), slot))
+        size = self._slabs.slot_size(asked.blocks[0].num_bytes)
+        while waiting and (slot := self._slabs.take(size)) is not None:
+            index = waiting.popleft()
+            self._residents.add(asked.blocks[index], slot, asked.now, hints=asked.hints, passing=passing)
+            answer.grants.append(Grant(index, slot))

@@ -23,7 +23,7 @@ from kvfleet.core.reuserates import Floats, best_worths, reuse_rates
 
 __all__ = ["ReuseModel"]
 
-_COHORTS_MAX = 512
+_COHORTS_MAX = 128
 _TICK_S = 10.0
 _STEPS_MAX = 32  # after a pause: the event loop waits for it, 1 ms a step
 _REFRESH_S = 10.0  # between computations of the worths: with 30 s, traffic that changes quickly is learned too late
@@ -177,7 +177,7 @@ class ReuseModel:
         passed = np.hstack([np.zeros((NUM_KINDS, 1)), np.cumsum(hazard, axis=1)])
         likely = -np.expm1(-hazard)
         room = np.where(hazard > 1e-9, likely / np.maximum(rates, 1e-300), WIDTHS)  # while the age lasts
-        worths = best_worths(passed.T.copy(), likely.T.copy(), room.T.copy()).T
+        worths = best_worths(likely.T.copy(), room.T.copy()).T
         self._worths = worths.tolist()
         self.rules = self._promises(worths, _GAIN_LESS if self.rules else _GAIN)
         self._chances = (-np.expm1(passed[:, :-1] - passed[:, -1:])).tolist()

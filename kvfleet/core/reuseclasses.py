@@ -49,8 +49,8 @@ def kind_of_turn(turn: int, growth: int) -> int:
         turn: of the conversation, from 1; 0 if it is said to be over.
         growth: new blocks of that turn.
     """
-    place = growth if growth < len(_GROWTH_OF) else -1
-    return min(turn, TURNS) * _GROWTHS + _GROWTH_OF[place]
+    row = min(TURNS, turn)
+    return row * _GROWTHS + (_GROWTH_OF[growth] if growth < len(_GROWTH_OF) else _GROWTHS - 1)
 
 
 def is_over(number: int) -> bool:
@@ -60,7 +60,10 @@ def is_over(number: int) -> bool:
 
 def age_of(age: float) -> int:
     """The number of an age in seconds."""
-    return min(AGES - 1, max(0, int(place_of(age) + 0.5)))
+    if age < _AGE_MIN_S:
+        return 0
+    number = int(math.log(age / _AGE_MIN_S) / _LOG_STEP + 1.0)
+    return number if number < AGES else AGES - 1
 
 
 def place_of(age: float) -> float:

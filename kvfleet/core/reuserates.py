@@ -99,18 +99,19 @@ def _falling(rates: Floats, weights: Floats) -> list[float]:
     return [rate for rate, _, length in pools for _ in range(length)]
 
 
-def best_worths(passed: Floats, likely: Floats, room: Floats) -> Floats:
+def best_worths(likely: Floats, room: Floats) -> Floats:
     """The largest quotient of uses and room from each age on, by age and class.
 
     Args:
-        passed: `(ages + 1, classes)`, hazard summed up to the beginning of each age.
         likely: `(ages, classes)`, that a life which goes on ends within an age.
         room: `(ages, classes)`, seconds that it takes up room in it.
     """
-    used, taken, best = np.zeros_like(likely), np.zeros_like(likely), np.zeros_like(likely)
+    alive, used, taken, best = (np.zeros_like(likely) for _ in range(4))
     for end in range(AGES):  # kept from each age up to it on, to the end of this one
-        alive = np.exp(passed[: end + 1] - passed[end])
-        used[: end + 1] += alive * likely[end]
-        taken[: end + 1] += alive * room[end]
-        np.maximum(best[: end + 1], used[: end + 1] / taken[: end + 1], out=best[: end + 1])
+        alive[end] = 1.0
+        from_each = slice(end + 1)
+        used[from_each] += alive[from_each] * likely[end]
+        taken[from_each] += alive[from_each] * room[end]
+        np.maximum(best[from_each], used[from_each] / taken[from_each], out=best[from_each])
+        alive[from_each] *= 1.0 - likely[end]
     return best

@@ -122,7 +122,9 @@ class SlabMap:
     def give(self, slot: int) -> None:
         """Make a taken slot free again."""
         run, _ = self._place(slot)
-        free = self._free.setdefault(run.slot_bytes, OrderedDict())
+        free = self._free.get(run.slot_bytes)
+        if free is None:
+            free = self._free[run.slot_bytes] = OrderedDict()
         assert slot not in free, "slot is taken"
         free[slot] = None
         self._taken(run, -1)

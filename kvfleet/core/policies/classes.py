@@ -64,9 +64,8 @@ class ClassedLeaves(Generic[AnyNode]):
         """Offer leaves, until `end`."""
         self._settle()
         for number, queue in self._queues.items():
-            if queue:
-                self._offering.add(number)
-                self._offer(queue[0])
+            self._offering.add(number)
+            self._offer(queue[0])
 
     def _settle(self) -> None:
         """Have every leaf in its queue, and right entries at the top of all queues."""

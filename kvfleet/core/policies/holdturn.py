@@ -262,9 +262,10 @@ class HoldTurn(Policy):
         """What its entry should be."""
         life = node.life
         if node.orphan:
-            queue = _ORPHANS
-        elif node.passing:
-            queue = _UNWANTED
-        else:
-            queue = life.kind() + NUM_KINDS * (1 + life.priority())
-        return (queue, life.last, node.key)
+            return (_ORPHANS, life.last, node.key)
+        if node.passing:
+            return (_UNWANTED, life.last, node.key)
+        number, turn = life.number, life.turn
+        if number < 0:
+            number = life.kind()
+        return (number + NUM_KINDS * (1 if turn is None else 1 + turn.priority), life.last, node.key)

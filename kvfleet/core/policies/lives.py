@@ -67,10 +67,6 @@ class Life:
             return kind_of_shared(self.uses)
         return kind_of_turn(0 if self.retired else self.turn.number, self.turn.growth)
 
-    def priority(self) -> int:
-        """Of its turn."""
-        return 0 if self.turn is None else self.turn.priority
-
 
 class Lives:
     """The lives of blocks, with a memory of keys of blocks that are gone, those forgotten first that left first.
