@@ -101,11 +101,18 @@ def _mapped(path: Path, arena_id: bytes) -> tuple[Arena, bool]:
         return arena, True
 
 
+def _begin_touching(arena: Arena, stop: threading.Event) -> None:
+    """Map all pages of the arena, in the background: first use of a page costs five times its copy."""
+    try:
+        threading.Thread(target=_touch, args=(arena, stop), name="kvfleet-touch", daemon=True).start()
+    except RuntimeError as error:  # no more threads
+        _log.info("the arena will be mapped as it is used: %s", error)
+
+
 def _touch(arena: Arena, stop: threading.Event) -> None:
-    """Map all pages of the arena now: first use of a page costs five times its copy."""
     try:
         arena.populate(stop)
-    except TierUnavailableError as error:
+    except (TierUnavailableError, RuntimeError) as error:  # RuntimeError: it has threads of its own
         _log.info("the arena will be mapped as it is used: %s", error)
 
 
@@ -226,7 +233,7 @@ class AttachedNode:
         self._arena, self._client_lock = arena, lock
         self.tally.share(lock.path)
         if new:
-            threading.Thread(target=_touch, args=(arena, self._closing), name="kvfleet-touch", daemon=True).start()
+            _begin_touching(arena, self._closing)
         return arena
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:

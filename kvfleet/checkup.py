@@ -12,7 +12,7 @@ from kvfleet.core.directory import NodeId
 from kvfleet.node.copies import Copy
 from kvfleet.node.doctoring import Checkup
 
-__all__ = ["NodeCheckup", "ahead", "copies_of", "look_over", "managers_of"]
+__all__ = ["NodeCheckup", "ahead", "copies_of", "look_over"]
 
 _PING_TIMEOUT_S = 10.0
 _SHARED_TRIES = 3
@@ -39,7 +39,7 @@ def copies_of(fleet: str, key: bytes) -> tuple[list[Copy], list[NodeId]]:
 
     The shared tier is asked by one of the nodes, which has what it takes to reach it.
     """
-    managers = managers_of(fleet)
+    managers = actors.managers(fleet)
     living = _answering(managers)
     calls = {node: manager.copies.remote(key, shared=False) for node, manager in living.items()}
     answers = actors.collect(calls, _TIMEOUT_S)
@@ -65,7 +65,7 @@ def look_over(fleet: str, seconds: float, *, repair: bool) -> list[NodeCheckup]:
         seconds: longest time each node reads its arena.
         repair: mend what can be.
     """
-    managers = managers_of(fleet)
+    managers = actors.managers(fleet)
     living = _answering(managers)
     begun, wall_s = time.monotonic(), time.time()
     calls = {node: manager.doctor.remote(seconds, repair=repair) for node, manager in living.items()}
@@ -92,9 +92,3 @@ def _answering(managers: Mapping[NodeId, Any]) -> dict[NodeId, Any]:
     """Those of some managers that are not hung: the others are not waited for as long as work may take."""
     answered = actors.collect({node: manager.ping.remote() for node, manager in managers.items()}, _PING_TIMEOUT_S)
     return {node: manager for node, manager in managers.items() if node in answered}
-
-
-def managers_of(fleet: str) -> dict[NodeId, Any]:
-    """The managers of a fleet's nodes."""
-    found = {node: actors.find_manager(fleet, node) for node in sorted(actors.live_nodes())}
-    return {node: manager for node, manager in found.items() if manager is not None}

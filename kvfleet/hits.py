@@ -213,8 +213,8 @@ class StoreResult:
             that were there already are made known by whoever stored them, which may be a moment later.
         num_bytes: bytes copied into the arena.
         reason: why blocks were dropped, or "": `not_worth` (less than what the node has), `queue_full`, `no_room`,
-            `draining`, `deadline`, `manager_unavailable`, `reservation_lost`, `commit_lost`, `closed`, `forked`, or the
-            name of an exception that the source raised.
+            `draining`, `deadline`, `manager_unavailable`, `reservation_lost`, `commit_lost`, `closed`, `forked`,
+            `no_thread`, or the name of an exception that the source raised.
     """
 
     stored: int = 0

@@ -118,12 +118,22 @@ class StoreWorker:
                 return "closed"
             if self._queued_bytes and self._queued_bytes + num_bytes > self._queue_bytes_max:
                 return "queue_full"
+            if self._thread is None and not self._start():
+                return "no_thread"
             self._queued_bytes += num_bytes
             self._jobs.put((job, task))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvfleet-store", daemon=True)
-                self._thread.start()
         return ""
+
+    def _start(self) -> bool:
+        """Begin with what is queued. False: no thread is to be had now."""
+        thread = threading.Thread(target=self._run, name="kvfleet-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.info("nothing is stored: %s", error)
+            return False
+        self._thread = thread
+        return True
 
     def close(self, timeout_s: float) -> bool:
         """Finish what is queued, then stop. False if that takes longer than `timeout_s`; it then goes on."""

@@ -105,10 +105,11 @@ class ReuseModel:
             self.due = self._next_refresh = (now // self._width_s) * self._width_s
         left = 1 + min(int((now - self.due) // self._width_s), _COHORTS_MAX)
         step = -(-left // _STEPS_MAX)
+        going = self._going_on()
         while left:
             step = min(step, left)
             left -= step
-            self._expose(self.due + (step - 1) * self._width_s, step * self._width_s)
+            self._expose(self.due + (step - 1) * self._width_s, step * self._width_s, going)
             self.due += step * self._width_s
         self.due = max(self.due, (now // self._width_s + 1) * self._width_s)
         while len(self._cohorts) > _COHORTS_MAX:
@@ -136,27 +137,30 @@ class ReuseModel:
         """How likely a block of a class is used again at all, so long after its last use. Needs `ready`."""
         return self._chances[number][age_of(age)]
 
-    def _expose(self, now: float, passed_s: float) -> None:
+    def _going_on(self) -> tuple[Floats, Floats]:
+        """Cohorts of lives that go on: the numbers, and the lives of each class. Others are forgotten."""
+        counts = np.array([*self._cohorts.values()]).reshape(-1, NUM_KINDS)
+        alive = counts.any(axis=1)
+        if not alive.all():
+            numbers = np.array([*self._cohorts])[alive]
+            self._cohorts = {number: self._cohorts[number] for number in numbers.tolist()}
+        return np.array([*self._cohorts], float), counts[alive]
+
+    def _expose(self, now: float, passed_s: float, going: tuple[Floats, Floats]) -> None:
         """All lives that go on have become older by some ticks."""
+        numbers, counts = going
         decay = 0.5 ** (passed_s / max(_HALF_S, 20 * self._width_s))
         self._ended *= decay
         self._exposed *= decay
         self._seen_s = self._seen_s * decay + passed_s
         self._num_ended *= decay
         self._num_pairs *= decay
-        if not self._cohorts:
-            return
-        numbers = np.array([*self._cohorts])
-        counts = np.array([*self._cohorts.values()])
-        alive = counts.any(axis=1)
-        if not alive.all():
-            self._cohorts = {number: self._cohorts[number] for number in numbers[alive].tolist()}
-        alive &= (numbers + 1) * self._width_s <= now
-        if alive.any():
-            old = (now - (numbers[alive] + 0.5) * self._width_s)[:, None]
+        begun = (numbers + 1) * self._width_s <= now
+        if begun.any():
+            old = (now - (numbers[begun] + 0.5) * self._width_s)[:, None]
             young = np.maximum(old - passed_s, 0.0)
             within = np.minimum(old, EDGES[1:]) - np.maximum(young, EDGES[:-1])
-            self._exposed += counts[alive].T @ np.maximum(within, 0.0)
+            self._exposed += counts[begun].T @ np.maximum(within, 0.0)
 
     def _widen(self) -> None:
         """Lives go on for so long that coarser cohorts will do."""

@@ -111,8 +111,10 @@ class _Load:
         finally:
             timer.cancel()
             producer.cancel()
-            await asyncio.gather(producer, return_exceptions=True)
-            self._arrivals.let_go()
+            try:
+                await asyncio.gather(producer, return_exceptions=True)
+            finally:  # also if we are cancelled once more meanwhile
+                self._arrivals.let_go()
 
     def _expire(self, producer: asyncio.Task[None]) -> None:
         producer.cancel()

@@ -128,8 +128,12 @@ class Node:
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
             NodeFile.touch(self.home.directory)
-            self.holds.tend(self.home.directory / CLIENTS_DIR)
-            self.writers.tend(self.home.directory / CLIENTS_DIR, self.tallies.depart)
+            clients = self.home.directory / CLIENTS_DIR
+            # Removed by somebody, as systemd does with all that a user has there when he logs out: nobody is dead for
+            # that, and what lives still writes to its slots.
+            if clients.is_dir():
+                self.holds.tend(clients)
+                self.writers.tend(clients, self.tallies.depart)
             self.recording.tend(now())
             self._meter.tell(node_values(self.figures()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import time
@@ -121,7 +122,8 @@ def remove_home(home: NodeHome, *, unmap: bool = True) -> None:
         unmap: let go of the arena's memory too. Not where somebody may still use it: then it ends with the process.
     """
     home.arena.unlink()
-    shutil.rmtree(home.directory)
+    with contextlib.suppress(FileNotFoundError):  # somebody was faster
+        shutil.rmtree(home.directory)
     home.lock.release()
     if unmap:
         home.arena.close()

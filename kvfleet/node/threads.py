@@ -25,7 +25,7 @@ class TimedThreads:
         self._free = threading.BoundedSemaphore(threads_max)
 
     def run(self, function: Callable[[], _T], timeout_s: float) -> _T:
-        """Return what `function` returns, raise what it raises, or TimeoutError."""
+        """Return what `function` returns, raise what it raises, or TimeoutError: also if no thread is to be had."""
         deadline = time.monotonic() + timeout_s
         if timeout_s <= 0 or not self._free.acquire(timeout=timeout_s):
             raise TimeoutError
@@ -39,7 +39,11 @@ class TimedThreads:
             finally:
                 self._free.release()
 
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=work, name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            self._free.release()
+            raise TimeoutError("no more threads") from error
         try:
             return future.result(max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError as error:  # before Python 3.11 not the built-in one

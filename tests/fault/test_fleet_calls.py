@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import re
 import threading
 import weakref
@@ -13,6 +14,7 @@ import pytest
 
 from kvfleet.config import KIB, MIB
 from kvfleet.core.block import split
+from kvfleet.node import landing
 from kvfleet.node.messages import LoadProgress, Miss, Source
 from tests.conftest import wait_for
 from tests.rig import Rig, after
@@ -479,3 +481,33 @@ def test_a_reader_gone_for_good_holds_nothing_beyond_its_deadline(arena_root, wa
         wait_for_condition(lambda: not any(rig.part(n).dram.placement._holds for n in (0, 1)), "nothing is held")
         for stream in streams:
             rig.run(stream.aclose())
+
+
+def test_a_load_whose_end_is_cancelled_holds_nothing(arena_root, monkeypatch):
+    copying, go_on, windows = threading.Event(), threading.Event(), itertools.count()
+
+    def take_all(steps, copy=landing._take_all):
+        if next(windows):
+            copying.set()
+            assert go_on.wait(20)
+        copy(steps)
+
+    with Rig(arena_root, 2, **SMALL_WINDOWS) as rig:
+        monkeypatch.setattr(landing, "_take_all", take_all)
+        tokens, holds = prompt(24), rig.part(1).dram.placement._holds
+        store(rig.client(SPEC), tokens)
+        stream = rig.part(1).loader.load(load_request(rig.client(SPEC, 1), tokens, 20.0))
+        assert rig.run(anext(stream)).outcomes
+        assert copying.wait(10)
+        assert holds
+
+        async def end():
+            ending = asyncio.ensure_future(stream.aclose())
+            await asyncio.sleep(0)
+            ending.cancel()  # it waits for the thread that copies
+            go_on.set()
+            await asyncio.wait({ending})
+            assert ending.cancelled()
+
+        rig.run(end())
+        assert not holds

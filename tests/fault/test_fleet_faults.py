@@ -533,6 +533,24 @@ def test_a_fill_that_raises_gives_its_slots_back(arena_root):
         assert store(client, tokens).stored == 8
 
 
+def test_without_more_threads_stores_are_dropped_and_lookups_go_on(arena_root, monkeypatch):
+    def start(thread, begin=threading.Thread.start):
+        if thread.name in {"kvfleet-store", "kvfleet-touch"}:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with Rig(arena_root) as rig:
+        client, tokens = rig.client(SPEC), prompt(2)
+        with monkeypatch.context() as patch:
+            patch.setattr("threading.Thread.start", start)
+            result = client.store(tokens, kv(SPEC, tokens)).wait(10)
+            assert (result.dropped, result.published, result.reason) == (2, False, "no_thread")
+            hit = client.lookup(tokens)
+            assert (hit.num_blocks, hit.fault) == (0, None)
+        assert store(client, tokens).stored == 2
+        assert load(client, tokens) == 32
+
+
 def test_closing_a_client_finishes_its_stores(arena_root):
     with Rig(arena_root) as rig:
         client, tokens = rig.client(SPEC), prompt(8)

@@ -1,6 +1,7 @@
 """Managers, writers and the directory die and come back: contents stay, slots return, late messages change nothing."""
 
 import dataclasses
+import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +114,28 @@ def test_a_writer_in_mid_copy_commits_after_a_restart_of_the_manager(arena_root)
         assert load(client, tokens) == 128
         assert load(client, prompt(5, 1)) == 80
         assert rig.status(0).epoch > epoch
+
+
+def test_a_writer_keeps_its_slots_if_somebody_removes_the_directory(arena_root, monkeypatch, wait_for_condition):
+    with Rig(arena_root) as rig:
+        client, tokens, node = rig.client(SPEC), prompt(8), rig.part(0)
+        keys, tended = split(SPEC.keys(tokens)), []
+        writing, go_on = threading.Event(), threading.Event()
+
+        def slow(index, view):
+            np.copyto(view, block(SPEC, keys[index]))
+            writing.set()
+            assert go_on.wait(20)
+
+        task = client.store(tokens, slow)
+        assert writing.wait(10)
+        shutil.rmtree(node.home.directory)
+        monkeypatch.setattr(node.recording, "tend", tended.append)
+        wait_for_condition(lambda: len(tended) > 2, "the node looked after its clients", 10)
+        assert rig.status(0).reserved_blocks == 8
+        go_on.set()
+        assert task.wait(20).stored == 8
+        assert load(client, tokens) == 128
 
 
 def test_a_commit_waits_for_a_manager_that_is_away(arena_root, wait_for_condition):

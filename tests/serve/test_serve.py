@@ -83,6 +83,15 @@ def test_another_salt_finds_nothing(serving, replicas):
     assert report(replicas, b)["totals"][HITS] == before[HITS]
 
 
+def test_hints_in_the_body_of_a_request_reach_the_manager(serving, replicas):
+    a, _ = serving.nodes
+    before = serving.node(a).retired_blocks
+    said = {"kvfleet": {"session": "chat 7", "final": True}}
+    answer = serving.ask(RULES + "Goodbye!", user=a, cache_salt="ends", kv_transfer_params=said)
+    blocks = answer.usage["prompt_tokens"] // 256
+    wait_for(lambda: serving.node(a).retired_blocks - before == blocks, "the manager knows that the session has ended")
+
+
 def test_a_fleet_that_runs_is_joined_unless_other_settings_are_asked_for(serving):
     args = {"model": MODEL, "fleet": serving.fleet.config.name}
     before = serving.fleet.status()

@@ -14,6 +14,7 @@ from kvfleet.core.policies import POLICIES, Newcomer, Policy
 from kvfleet.core.policies.holdturn import HoldTurn
 from kvfleet.core.reuse import ReuseModel
 from kvfleet.core.reuseclasses import NUM_KINDS, kind_of_shared, kind_of_turn
+from kvfleet.core.reuserates import Floats
 from kvfleet.sim.replay import Replay, replay
 from kvfleet.sim.trace import Request, Trace
 from kvfleet.testing.policies import PolicyContract, block_key, everything
@@ -186,9 +187,9 @@ class TestReuse:
             steps = list[float]()
             whole = ReuseModel._expose
 
-            def counted(model: ReuseModel, at: float, passed_s: float) -> None:
+            def counted(model: ReuseModel, at: float, passed_s: float, going: tuple[Floats, Floats]) -> None:
                 steps.append(passed_s)
-                whole(model, at, passed_s)
+                whole(model, at, passed_s, going)
 
             patch.setattr(ReuseModel, "_expose", counted)
             paused.tick(8000.0)

@@ -679,6 +679,19 @@ def test_saves_carry_the_hints_of_their_request(rig, params):
     assert rig.scheduling.hints.take("ignored") == {}
 
 
+@pytest.mark.parametrize("params", [None, {"kvfleet_turn": 2}, {"kvfleet_session": "chat"}])
+def test_hints_of_a_prompt_that_is_loaded_whole_are_told_once(rig, params):
+    request = Request("r", hashes(8), kv_transfer_params=params)
+    rig.client.here.update(keys(request))
+    assert rig.scheduling.matched_tokens(request, 0) == 128
+    rig.scheduling.allocated(request, list(range(9)), 128)
+    saves = rig.scheduling.saves(step(new=[("r", 128, list(range(9)))], scheduled={"r": 1}))
+    told = [(save.keys, save.start_block, save.engine_blocks, save.hints) for save in saves]
+    expected = (b"".join(keys(request)), 2, (), Hints.of("chat"))
+    assert told == ([expected] if params == {"kvfleet_session": "chat"} else [])
+    assert rig.scheduling.saves(step(cached=[("r", 129, None)], scheduled={"r": 1})) == ()
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -76,6 +76,7 @@ class FakeClient:
     plans: list[Plan | None] = field(default_factory=list)
     stored: list[tuple[int, int]] = field(default_factory=list)
     hints: list[Hints] = field(default_factory=list)
+    told: list[tuple[int, Hints]] = field(default_factory=list)
 
     def load(
         self, hit: PrefixHit, into: Callable[[int, Bytes], None], timeout_s: float, *, plan: Plan | None
@@ -94,6 +95,9 @@ class FakeClient:
 
     def absent(self, keys: bytes) -> npt.NDArray[np.bool_]:
         return np.array([key not in self.blocks for key in split(keys)], bool)
+
+    def hint(self, keys: bytes, hints: Hints) -> None:
+        self.told.append((len(split(keys)), hints))
 
     def store_keys(
         self, keys: bytes, put: Callable[[int, Bytes], None], *, start_block: int, hints: Hints
@@ -331,6 +335,15 @@ def test_stores_carry_the_hints_of_their_save(rig):
     assert rig.client.hints[1:] == [Hints()]
 
 
+def test_hints_of_what_is_here_already_are_told_without_a_store(rig):
+    fill(rig, 3)
+    ends = Hints.of("chat", final=True)
+    rig.transfers.save([replace(save(3), hints=ends), save(2, request="s")])
+    assert rig.client.told == [(3, ends)]
+    rig.transfers.save([replace(save(3, 3), hints=ends), replace(save(4), hints=ends)])
+    assert (rig.client.told, rig.client.stored) == ([(3, ends)] * 2, [(3, 4)])
+
+
 def test_more_than_the_buffers_hold_is_dropped_and_counted():
     """Nothing is stored behind what was dropped: nobody would find it."""
     rig = Rig(buffers=2)
@@ -403,6 +416,24 @@ def test_clients_used_longest_ago_are_closed():
     assert clients.ready(Scope(reset="1")) is None
     assert clients.ready(Scope()) is not None, "the model's own is kept"
     assert len(clients.all()) == 16
+
+
+def test_a_scope_for_which_there_is_no_thread_is_made_later(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    failures: list[str] = []
+    made: Any = object()
+    clients = ScopedClients(lambda scope: made, lambda where, error: failures.append(where))
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refuse)
+        clients.prepare(Scope(reset="word"))
+    assert failures == ["client"]
+    clients.prepare(Scope(reset="word"))
+    for thread in threading.enumerate():
+        if thread.name == "kvfleet-client":
+            thread.join(30.0)
+    assert clients.ready(Scope(reset="word")) is made
 
 
 def test_a_scope_that_takes_long_does_not_hold_up_the_others():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from kvfleet.node.messages import Source
 from tests.cluster.engine_process import here, node_status
+from tests.conftest import wait_for
 from tests.vllm.conftest import running_fleet
 from tests.vllm.engines import (
     BLOCK_BYTES,
@@ -127,6 +130,23 @@ def test_the_end_of_a_session_reaches_the_manager(fleet, first):
     (answer,) = first.ask([{"prompt": PROMPT, "cache_salt": "ends"}], transfer_params=said)
     saved(first)
     assert sum(node.retired_blocks for node in fleet.status().nodes) - before == whole_blocks(answer)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_end_of_a_session_with_nothing_to_store_reaches_the_manager(fleet, first, kept):
+    """VLLM has all of the prompt itself, or loads all of it."""
+    asked = {"prompt": PROMPT, "cache_salt": "has it" if kept else "loads it"}
+    first.ask([asked], transfer_params={"kvfleet_session": "chat 8"})
+    saved(first)
+    if not kept:
+        first.forget()
+    before, loaded = sum(node.retired_blocks for node in fleet.status().nodes), fleet_tokens(first)
+    (answer,) = first.ask([asked], transfer_params={"kvfleet_session": "chat 8", "kvfleet_final": True})
+    blocks = whole_blocks(answer)
+    assert fleet_tokens(first) - loaded == (0 if kept else blocks * BLOCK_TOKENS)
+    wait_for(
+        lambda: sum(node.retired_blocks for node in fleet.status().nodes) - before == blocks, "the manager knows of it"
+    )
 
 
 def _tokens(engine: object, prompt: str) -> list[int]:

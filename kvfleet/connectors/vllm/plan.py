@@ -35,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Blocks of a request that are computed when this step is.
+    """Blocks of a request that are computed when this step is; none, if there is only what its hints say to tell.
 
     Attributes:
         request_id: of vLLM.

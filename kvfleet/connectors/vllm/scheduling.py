@@ -40,6 +40,7 @@ class _Tracked:
         refused: a load failed: never ask again for this request.
         lost: what it computes may be of other weights than we know: neither load nor save.
         saved: blocks before this one need not be saved any more.
+        told: its hints went to the workers, if only for what was loaded.
         table: its engine blocks.
         plan: what to load of what was found last; None: all.
         hints: of the request.
@@ -49,6 +50,7 @@ class _Tracked:
     refused: bool = False
     lost: bool = False
     saved: int = 0
+    told: bool = False
     table: list[int] = field(default_factory=list)
     plan: Plan | None = None
     hints: Hints = NO_HINTS
@@ -184,7 +186,7 @@ class Scheduling:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 blocks = min((computed[request_id] + tokens) // self._block_tokens, tracked.saved + room)
-                if blocks > tracked.saved and (save := self._save(tracked, blocks)) is not None:
+                if (blocks > tracked.saved or _untold(tracked)) and (save := self._save(tracked, blocks)) is not None:
                     saves.append(save)
                     room -= len(save.engine_blocks) // self._per_block
         return tuple(saves)
@@ -212,13 +214,13 @@ class Scheduling:
     def _save(self, tracked: _Tracked, blocks: int) -> Save | None:
         """Save what is whole by the end of this step; what follows the tokens known so far has no hash yet."""
         prompt, start = tracked.prompt, tracked.saved
-        stop = min(blocks, self._lookups.num_blocks(prompt.request))
+        stop = max(start, min(blocks, self._lookups.num_blocks(prompt.request)))
         scope = self._lookups.scope(prompt)
-        if stop <= start or scope is None or tracked.lost:
+        if stop == (0 if _untold(tracked) else start) or scope is None or tracked.lost:
             return None
         engine_blocks = tuple(tracked.table[start * self._per_block : stop * self._per_block])
         assert len(engine_blocks) == (stop - start) * self._per_block
-        tracked.saved = stop
+        tracked.saved, tracked.told = stop, True
         keys = self._lookups.keys(prompt, stop)
         return Save(prompt.request.request_id, scope, keys, start, engine_blocks, tracked.hints)
 
@@ -265,6 +267,11 @@ class Scheduling:
         self._lookups.reset(word)
         for tracked in self._requests.values():
             tracked.lost = True
+
+
+def _untold(tracked: _Tracked) -> bool:
+    """Whether a request has hints that a save has to tell, even one of no blocks."""
+    return tracked.hints.lasting and not tracked.told
 
 
 def _part(hit: PrefixHit, start: int, stop: int, block_tokens: int) -> PrefixHit:

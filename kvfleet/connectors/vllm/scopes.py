@@ -69,7 +69,12 @@ class ScopedClients:
             if scope in self._preparing or len(self._preparing) == _CLIENTS_MAX:
                 return
             self._preparing.add(scope)
-        threading.Thread(target=self._prepare, args=(scope,), name="kvfleet-client", daemon=True).start()
+        try:
+            threading.Thread(target=self._prepare, args=(scope,), name="kvfleet-client", daemon=True).start()
+        except RuntimeError as error:  # no more threads: the next request of this scope tries again
+            with self._lock:
+                self._preparing.discard(scope)
+            self._failed("client", error)
 
     def _prepare(self, scope: Scope) -> None:
         try:

@@ -186,8 +186,10 @@ class Transfers:
             if client is None or save.request_id in self._broken:
                 self._drop(save, 0, "not_ready" if client is None else "behind_dropped")
                 continue
-            absent = client.absent(save.keys[save.start_block * KEY_BYTES :])
-            for start, stop in _runs(absent):
+            runs = _runs(client.absent(save.keys[save.start_block * KEY_BYTES :]))
+            if not runs and save.hints.lasting:
+                client.hint(save.keys, save.hints)  # it is all here: there is no store to tell it
+            for start, stop in runs:
                 if not self._store(client, save, start, stop):
                     break
 
