@@ -203,7 +203,7 @@ class Hand:
     def fill_disk(self, _: Host) -> Callable[[], None]:
         """The shared tier has no room left."""
         assert self._hosts.disk is not None
-        filler = self._hosts.disk / "filler"
+        filler = self._hosts.disk / f"filler-{self.done['fill_disk']}"  # two can overlap
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):  # until there is no room
             while file.write(bytes(MIB)):
                 pass
@@ -229,7 +229,7 @@ class Hand:
         """Remove the oldest objects while the disk is fuller than it may be."""
         disk = self._hosts.disk
         assert disk is not None
-        if (disk / "filler").exists():
+        if any(disk.glob("filler-*")):
             return
         objects = sorted(_ages(disk))
         excess = sum(size for _, size, _ in objects) - EXPIRE_ABOVE * self._hosts.disk_bytes
