@@ -26,7 +26,7 @@ WORDS: Mapping[str, str] = {
     Source.PEER.value: "came from another node",
     Source.SHARED.value: "came from the shared tier",
     Miss.NEVER_STORED.value: "nobody has stored it",
-    Miss.NOT_ADMITTED.value: "it was offered, and not taken: no room, a draining node, or no manager",
+    Miss.NOT_ADMITTED.value: "it was offered, and not taken: worth too little, no room, a draining node, or no manager",
     Miss.EVICTED.value: "it was there, and had to make room",
     Miss.HOLDER_LOST.value: "the node that had it is gone",
     Miss.UNKNOWN.value: "never stored, or gone for too long to be remembered",

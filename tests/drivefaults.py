@@ -23,11 +23,16 @@ CALLS = [
     "fstatvfs",
     "fsync",
     "ftruncate",
+    "listdir",
+    "mkdir",
     "open",
     "posix_fallocate",
     "preadv",
     "pwrite",
     "pwritev",
+    "replace",
+    "statvfs",
+    "unlink",
     "write",
 ]
 TRANSFERS = {"preadv", "pwritev"}

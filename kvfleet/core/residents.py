@@ -95,6 +95,7 @@ class Residents:
         self._slabs = slabs
         self._new_policy = policy
         self._policies: dict[int, Policy] = {}
+        self._num_shards: dict[int, int] = {}  # of the sizes that policies are for: most that a block had here
 
     def record(self, key: BlockKey, shard: int) -> Record | None:
         """The record, in whatever state."""
@@ -174,10 +175,14 @@ class Residents:
             block.depth = depth or (0 if parent is None else parent.depth + 1)
             if size not in self._policies:
                 self._policies[size] = self._new_policy(max(1, self._slabs.capacity_bytes // size))
+                self._num_shards[size] = 1
             self._policies[size].insert(new.key, new.parent, now, hints, passing=passing)
         assert new.shard not in block.records, "record is new"
         assert block.size == size, "all records of a block have one size"
         block.records[new.shard] = Record(slot)
+        if len(block.records) > self._num_shards[size]:
+            self._num_shards[size] = len(block.records)
+            self._policies[size].resize(max(1, self._slabs.capacity_bytes // (size * len(block.records))))
         block.busy += 1
         self.num_records += 1
         self._used[new.key] = None
@@ -220,6 +225,7 @@ class Residents:
             self._policies[block.size].remove(key)
             if len(self._policies) > _EMPTY_MAX:
                 self._policies = {size: policy for size, policy in self._policies.items() if len(policy)}
+                self._num_shards = {size: self._num_shards[size] for size in self._policies}
         return record
 
     def first(self, slot: int) -> bool:

@@ -41,6 +41,7 @@ class ReuseModel:
     passed in. Threads: calls must not overlap.
 
     Attributes:
+        capacity: blocks there is room for.
         due: when `tick` has something to do.
         rules: whether keeping what is worth most promises more hits, in so much room, than keeping what was used last.
             Where the two promise about the same, what is not known well yet does harm: last use is the better guide.
@@ -52,7 +53,7 @@ class ReuseModel:
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, "there is room for a block"
         self.rules = False
-        self._capacity = capacity
+        self.capacity = capacity
         self._seen_s = 0.0  # how long it was looked at
         self._ended = np.zeros((NUM_KINDS, AGES))
         self._exposed = np.zeros((NUM_KINDS, AGES))  # seconds
@@ -189,10 +190,10 @@ class ReuseModel:
     def _promises(self, worths: Floats, gain: float) -> bool:
         """Whether worth promises by a share `gain` more hits than last use, by what was seen of classes and ages."""
         taken, used = self._exposed / self._seen_s, self._ended / self._seen_s  # blocks, and their uses a second
-        by_last_use = _within(self._capacity, taken.sum(axis=0), used.sum(axis=0))
+        by_last_use = _within(self.capacity, taken.sum(axis=0), used.sum(axis=0))
         kept_for = np.minimum.accumulate(worths, axis=1)  # what is gone does not come back when it is older
         order = np.argsort(-kept_for, axis=None, kind="stable")
-        by_worth = _within(self._capacity, taken.ravel()[order], used.ravel()[order])
+        by_worth = _within(self.capacity, taken.ravel()[order], used.ravel()[order])
         return by_worth > (1.0 + gain) * by_last_use
 
 

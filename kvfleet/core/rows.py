@@ -146,7 +146,7 @@ class Rows:
         return lost
 
     def not_admitted(self, records: bytes) -> None:
-        """A node had no room for these; note that, unless somebody has them."""
+        """A node did not take these; note that, unless somebody has them."""
         for record in split_records(records):
             if not self.part(record).get(record, 0) & ~self._retired:
                 self.departures.note(record, Miss.NOT_ADMITTED)

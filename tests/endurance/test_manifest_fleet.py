@@ -18,7 +18,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_a_hundred_thousand_blocks_are_found_without_a_listing(arena_root, monkeypatch, record_property):
+def test_a_hundred_thousand_blocks_are_found_without_a_listing(arena_root, monkeypatch, record_testsuite_property):
     with counted_bucket(monkeypatch) as proxy:
         write_manifests(proxy, PROMPTS, BLOCKS)
         before = resident_bytes()
@@ -42,4 +42,4 @@ def test_a_hundred_thousand_blocks_are_found_without_a_listing(arena_root, monke
                 rig.start_directory()
                 wait_for(lambda: client.lookup(prompt(BLOCKS, 7)).num_blocks == BLOCKS, "a new directory knows them")
             assert proxy.counts["LIST"] == 0
-        record_property("grown_mib", grown_bytes >> 20)
+        record_testsuite_property("grown_mib", grown_bytes >> 20)

@@ -15,6 +15,7 @@ from kvfleet.core.policies.holdturn import HoldTurn
 from kvfleet.core.reuse import ReuseModel
 from kvfleet.core.reuseclasses import NUM_KINDS, kind_of_shared, kind_of_turn
 from kvfleet.core.reuserates import Floats
+from kvfleet.sim.generators import WORKLOADS, generate
 from kvfleet.sim.replay import Replay, replay
 from kvfleet.sim.trace import Request, Trace
 from kvfleet.testing.policies import PolicyContract, block_key, everything
@@ -74,6 +75,16 @@ def test_conversations_are_held_against_scans() -> None:
     held = replay(trace, POLICIES["hold-turn"](capacity), capacity)
     assert least < 0.05 * held
     assert held > 0.6 * sum(2 + 3 for second in range(0, 600, 5))  # it learns for the first third
+
+
+@pytest.mark.parametrize(("name", "percent", "points"), [("chat", 10, 3.0), ("rag", 5, 2.5)])
+def test_it_keeps_more_than_lru_of_traffic_it_was_not_made_for(name: str, percent: int, points: float) -> None:
+    """Hits of all blocks beyond those of LRU, in points, with room for a share of the blocks."""
+    requests = list(generate(WORKLOADS[name], requests=3000, rate=4.0, block_tokens=512))
+    capacity = len({block for one in requests for block in one.keys}) * percent // 100
+    asked = sum(len(one.keys) for one in requests)
+    least, held = (replay(Trace(512, requests), POLICIES[one](capacity), capacity) for one in ("lru", "hold-turn"))
+    assert 100 * (held - least) / asked >= points
 
 
 def test_declined_blocks_teach_it_too() -> None:
@@ -274,3 +285,14 @@ def test_the_bench_tells_costs_and_hits() -> None:
         ("lru", 30), ("hold-turn", 30), ("lru", 60), ("hold-turn", 60),
     ]  # fmt: skip
     assert found[3].hit_rate > found[2].hit_rate
+
+
+def test_memory_is_bounded_between_ticks() -> None:
+    """However many blocks come and go before the model is due: after days on end ticks are hours apart."""
+    policy = HoldTurn(100)
+    policy.insert(block_key(1), None, 0.0)
+    for number in range(2, 10_000):
+        policy.decline([Newcomer(block_key(number), None, 1.0)])
+    lives = policy._lives
+    assert len(lives) == 1024, "as few as are remembered at least"
+    assert len(lives._young) <= len(lives) + len(policy)

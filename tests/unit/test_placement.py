@@ -9,6 +9,7 @@ import pytest
 from kvfleet.config import MIB
 from kvfleet.core.block import BlockKey
 from kvfleet.core.placement import Admission, Counters, Evicted, Grant, NewBlock, Restored
+from kvfleet.core.policies.secondsight import SecondSight
 from kvfleet.core.slabs import SlabMap
 from kvfleet.testing.policies import block_key
 from tests.placing import Node, gone, number_of, wanted
@@ -182,6 +183,26 @@ def test_all_shards_of_a_block_go_together() -> None:
     admission = node.store([21, 22])
     assert [(number_of(e.key), e.shard) for e in admission.evicted] == [(1, 0), (1, 1), (1, 2)]
     assert node.held() == [11, 11, 21, 22]
+
+
+def test_a_policy_is_told_of_room_in_blocks_however_many_shards_they_have() -> None:
+    node = Node(8, policy="second-sight")
+    node.store([1, 2])
+    policy = node.placement._residents.policy(MIB)
+    assert isinstance(policy, SecondSight)
+    assert policy._seen_max == 8 * 8
+    for shard in (1, 2, 3):
+        node.store([1], shard=shard)
+    assert policy._seen_max == 8 * 2, "room for two blocks of four shards"
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_what_was_declined_is_remembered_whichever_shard_is_here(shard: int) -> None:
+    node = Node(2, policy="second-sight")
+    node.store([1, 2], shard=shard)
+    new = NewBlock(block_key(3), shard, None, MIB)
+    assert node.placement.admit([new], 10.0, optional=True).declined == [0]
+    assert [grant.index for grant in node.placement.admit([new], 20.0, optional=True).grants] == [0]
 
 
 def test_a_block_with_a_shard_being_written_stays() -> None:

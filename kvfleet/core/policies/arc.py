@@ -60,6 +60,10 @@ class Arc(QueuedLeaves[_Node]):
         self._counted = (0, 0)  # ghosts, before room was made for the next newcomer
 
     @override
+    def resize(self, capacity: int) -> None:
+        self._capacity = capacity
+
+    @override
     def insert(
         self, key: BlockKey, parent: BlockKey | None, now: float, hints: Hints = NO_HINTS, *, passing: bool = False
     ) -> None:

@@ -88,6 +88,9 @@ class Policy(ABC):
             Fewer keys than needed, down to none, if no more may go.
         """
 
+    def resize(self, capacity: int) -> None:
+        """There is room for about so many blocks, not for as many as it was made for: they have several shards here."""
+
     def decline(self, newcomers: Sequence[Newcomer]) -> None:
         """These were not admitted, as `victims` did not make room for them: a policy may remember their keys."""
 

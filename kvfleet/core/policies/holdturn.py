@@ -142,6 +142,10 @@ class HoldTurn(Policy):
         return chosen
 
     @override
+    def resize(self, capacity: int) -> None:
+        self._lives.resize(capacity)
+
+    @override
     def decline(self, newcomers: Sequence[Newcomer]) -> None:
         for newcomer in newcomers:
             if newcomer.key not in self._nodes:  # else another shard of it was admitted

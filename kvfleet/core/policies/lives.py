@@ -46,7 +46,6 @@ class Life:
         forked: others did too.
         retired: it will not be used again, as somebody said.
         number: of the class that the model knows it by; -1: it does not.
-        forgotten: nobody has it any more.
     """
 
     last: float
@@ -57,7 +56,6 @@ class Life:
     forked: bool = False
     retired: bool = False
     number: int = -1
-    forgotten: bool = False
 
     def kind(self) -> int:
         """The number of its class."""
@@ -78,19 +76,23 @@ class Lives:
     def __init__(self, capacity: int) -> None:
         self.model = ReuseModel(capacity)
         self._gone: OrderedDict[BlockKey, Life] = OrderedDict()
-        self._gone_max = max(_REMEMBERED_MIN, min(_REMEMBERED * capacity, _REMEMBERED_MAX))
+        self.resize(capacity)
         self._used: BlockKey | None = None  # last
         self._young: dict[int, Life] = {}  # by identity; the model has not been told of them
 
     def __len__(self) -> int:
         return len(self._gone)
 
+    def resize(self, capacity: int) -> None:
+        """See `Policy.resize`."""
+        self.model.capacity = capacity
+        self._gone_max = max(_REMEMBERED_MIN, min(_REMEMBERED * capacity, _REMEMBERED_MAX))
+
     def tick(self, now: float) -> None:
         """Keep the model up to date, when it is due."""
         for life in self._young.values():
-            if not life.forgotten:
-                life.number = life.kind()
-                self.model.began(life.number, life.last)
+            life.number = life.kind()
+            self.model.began(life.number, life.last)
         self._young.clear()
         self.model.tick(now)
 
@@ -106,10 +108,10 @@ class Lives:
         """A block is not here: remember it."""
         self._gone[key] = life
         self._gone.move_to_end(key)
-        if len(self._gone) > self._gone_max:
+        while len(self._gone) > self._gone_max:
             _, oldest = self._gone.popitem(last=False)
             self._end(oldest)
-            oldest.forgotten = True
+            self._young.pop(id(oldest), None)  # ticks may be hours apart
 
     def begin(self, now: float, turn: Turn, parent: BlockKey | None) -> Life:
         """A block is used that is not known."""

@@ -65,13 +65,17 @@ class S3Fifo(QueuedLeaves[_Node]):
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, "there is room for a block"
         super().__init__(num_queues=2)
-        self._small_max = int(capacity * _SMALL_PART)
-        self._main_max = capacity - self._small_max
+        self.resize(capacity)
         self._filling = True
         self._num_main = 0
         self._place = 0
         self._ghosts = Ghosts()
         self._plan: deque[tuple[BlockKey, list[_Move]]] = deque()  # victims, with what moves before each
+
+    @override
+    def resize(self, capacity: int) -> None:
+        self._small_max = int(capacity * _SMALL_PART)
+        self._main_max = capacity - self._small_max
 
     @override
     def insert(

@@ -41,6 +41,10 @@ class SecondSight(LeafFirstLRU):
         assert capacity > 0, "there is room for a block"
         super().__init__()
         self._seen = Ghosts()
+        self.resize(capacity)
+
+    @override
+    def resize(self, capacity: int) -> None:
         self._seen_max = _SIGHTS * capacity
 
     @override
