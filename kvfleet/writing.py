@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvfleet.attachment import AttachedNode, ManagerPort
 from kvfleet.config import FleetConfig
-from kvfleet.core.block import KEY_BYTES
+from kvfleet.core.block import KEY_BYTES, split
 from kvfleet.core.hints import NO_HINTS, Hints
 from kvfleet.core.layout import BlockLayout
 from kvfleet.counts import Stats
@@ -35,6 +36,7 @@ _COMMIT_RETRY_S = 0.25
 _GIVE_BACK_TIMEOUT_S = 1.0
 _GIVEN_UP_BYTES_MAX = 4096 * KEY_BYTES  # kept until the manager can be told; hints, so more are not
 _TOLD = frozenset({"draining", "no_room", "not_worth"})  # reasons that come from the manager
+_GAPS_MAX = 4096
 
 Fill: TypeAlias = Callable[[int, Bytes], int]
 """Writes block `index` of the prefix into a slot and returns the xxh3-64 of what it wrote."""
@@ -83,12 +85,16 @@ class Writing:
         self._sequence = 0
         self._lock = threading.Lock()
         self._given_up = b""
+        self._gaps: OrderedDict[bytes, str] = OrderedDict()  # last keys of stores that dropped blocks, with the reason
 
     def store(self, job: StoreJob) -> StoreResult:
-        """All blocks of a job, batch by batch; stops at the first batch that does not get through."""
+        """All blocks of a job, batch by batch; stops at the first batch that does not get through.
+
+        Nothing is stored that builds on a block that was dropped: no lookup would find it.
+        """
         deadline = time.monotonic() + self._config.store_timeout_s
         stored = already = 0
-        published, reason = True, ""
+        published, reason = True, self._gap(job)
         position, stop = job.first, job.first + job.num_blocks
         while position < stop and not reason:
             try:
@@ -121,8 +127,25 @@ class Writing:
 
     def remember(self, job: StoreJob, result: StoreResult) -> None:
         """Keep what was given up without the manager's knowledge, so that lookups can be told why nobody has it."""
+        keys = job.keys[job.first * KEY_BYTES :]
         if result.dropped and result.reason not in _TOLD:
-            self._keep(job.keys[job.first * KEY_BYTES :])
+            self._keep(keys)
+        with self._lock:
+            if not result.dropped:
+                for key in split(keys) if self._gaps else ():
+                    self._gaps.pop(key, None)
+            elif result.reason != "not_worth":  # a policy is to hear of each that it declines
+                self._gaps[keys[-KEY_BYTES:]] = result.reason
+                if len(self._gaps) > _GAPS_MAX:
+                    self._gaps.popitem(last=False)
+
+    def _gap(self, job: StoreJob) -> str:
+        """Why the block before a job's first was dropped; "" if it was not, or is here by now."""
+        parent = job.parent(job.first)
+        with self._lock:
+            reason = self._gaps.get(parent, "")
+        arena = self._node.arena if reason else None
+        return "" if arena is not None and (arena.records.find(parent, self._shard).slots >= 0).all() else reason
 
     def _keep(self, keys: bytes) -> None:
         with self._lock:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import takewhile
 
 from kvfleet.core.admission import Admission, Counters, Evicted
 from kvfleet.core.block import BlockKey
@@ -59,10 +60,9 @@ class Evictions:
         """
 
         def worth(key: BlockKey) -> int:
-            block = self._residents.blocks[key]
-            return 0 if block.busy or key in protected or key in self._holds else len(block.records)
+            return self._worth(key, protected)
 
-        need = len(newcomers)
+        need, num_transfers = len(newcomers), len(answer.transfers)
         own, dearer = self._own_victims(self._residents.policy(size), newcomers, worth, optional=optional)
         leaving: set[BlockKey] = set()
         for window in self._slabs.windows(size, self._residents.heat()) if self._slabs.others(size) else ():
@@ -78,7 +78,60 @@ class Evictions:
                 need -= self._slabs.slots_per_run(size)
         while own and need > 0:
             need -= self._let_go([own.popleft()], answer)
+        answer.transfers[num_transfers:] = reversed(answer.transfers[num_transfers:])  # parents first
         return max(0, need) if dearer is not None else 0
+
+    def let_pass(self, size: int, need: int, answer: Admission, *, at_own_cost: bool) -> None:
+        """Make slots of a size free for blocks on their way to a tier below, as far as it goes.
+
+        What goes for them is in a tier below, and all that it builds on: without a copy they get one first, once
+        nothing is on its way down any more that may make the room.
+
+        Args:
+            size: of the slots.
+            need: how many.
+            answer: is told what went and what is to be transferred.
+            at_own_cost: of what they build on, as nothing else can go; else of what is of no use here.
+        """
+        policy = self._residents.policy(size)
+        if policy is None:
+            return
+        keys = policy.victims(need, self._worth)
+        if not at_own_cost:
+            keys = [*takewhile(policy.goes_first, keys)]
+        unsaved = self._unsaved(keys)
+        if not unsaved:
+            self._let_go(keys, answer)
+        elif not self._saves.in_transfer and all(map(self._has_refuge, unsaved)):
+            for key in sorted(unsaved, key=lambda key: self._residents.blocks[key].depth)[:need]:
+                self._demote(key, answer)
+
+    def goes_first(self, key: BlockKey) -> bool:
+        """Whether a block is here, and of no use here."""
+        return key in self._residents.blocks and self._residents.policy_of(key).goes_first(key)
+
+    def _worth(self, key: BlockKey, protected: Container[BlockKey] = ()) -> int:
+        block = self._residents.blocks[key]
+        return 0 if block.busy or key in protected or key in self._holds else len(block.records)
+
+    def _unsaved(self, keys: Iterable[BlockKey]) -> dict[BlockKey, None]:
+        """Those of some blocks, and of what they build on, that are not in a tier below, up to one that is."""
+        found: dict[BlockKey, None] = {}
+        for key in keys:
+            above: BlockKey | None = key
+            while above is not None and above not in found and not self._is_saved(above):
+                found[above] = None
+                above = self._residents.blocks[above].parent
+        return found
+
+    def _is_saved(self, key: BlockKey) -> bool:
+        """Whether all of a block that is here is in a tier below; True for one that is not here."""
+        block = self._residents.blocks.get(key)
+        return block is None or all(record.saved for record in block.records.values())
+
+    def _has_refuge(self, key: BlockKey) -> bool:
+        records = self._residents.blocks[key].records.values()
+        return all(record.saved or self._saves.refuge(key, record) for record in records)
 
     @staticmethod
     def _own_victims(
@@ -138,17 +191,19 @@ class Evictions:
         num_slots = 0
         num_transfers = len(answer.transfers)
         for key in keys:
-            records = self._residents.blocks[key].records
-            num_slots += len(records)
-            for shard, record in records.items():
-                tier = self._saves.refuge(key, record)
-                if tier is not None:
-                    answer.transfers.append(self._saves.begin("demote", tier, key, shard))
+            num_slots += len(self._residents.blocks[key].records)
+            self._demote(key, answer)
         if len(answer.transfers) == num_transfers:
             for key in keys:
                 if self._residents.policy_of(key).is_leaf(key):  # else a child of it is being demoted
                     self._evict(key, answer)
         return num_slots
+
+    def _demote(self, key: BlockKey, answer: Admission) -> None:
+        for shard, record in self._residents.blocks[key].records.items():
+            tier = self._saves.refuge(key, record)
+            if tier is not None:
+                answer.transfers.append(self._saves.begin("demote", tier, key, shard))
 
     def _evict(self, key: BlockKey, answer: Admission) -> None:
         assert not self._residents.blocks[key].busy, "nobody reads or writes what goes"

@@ -41,7 +41,8 @@ class Granting:
     """Gives out slots, those of evicted blocks where none is free.
 
     What the policy declines, but a tier below takes, passes through: it gets a slot, at the cost of what the policy
-    wants least, and is the first to go itself.
+    wants least, and is the first to go itself. So does the rest of a prefix that has filled the arena: it gets the
+    slots of what it builds on. Whatever builds on a block that passes through gets slots of such blocks only.
     """
 
     def __init__(self, slabs: SlabMap, residents: Residents, evictions: Evictions, saves: Saves) -> None:
@@ -57,6 +58,11 @@ class Granting:
         self._give(asked, waiting, answer, passing=False)
         if not waiting:
             return
+        parent = asked.blocks[0].parent
+        if asked.optional and parent is not None and self._evictions.goes_first(parent):
+            written = all(record.committed for record in self._residents.blocks[parent].records.values())
+            self._let_pass(asked, waiting, answer, at_own_cost=not written)  # else it came with these
+            return
         optional = asked.optional and not any(asked.blocks[i].key in self._residents.blocks for i in waiting)
         declined = self._make_room(asked, waiting, answer, optional=optional)
         self._give(asked, waiting, answer, passing=False)
@@ -68,6 +74,8 @@ class Granting:
             waiting.extend(spurned)
         else:
             answer.declined.extend(spurned)
+        if waiting and asked.optional:
+            self._let_pass(asked, waiting, answer, at_own_cost=True)
         assert not answer.declined or asked.optional, "what is needed is not declined"
 
     def _make_room(self, asked: Asked, waiting: deque[int], answer: Admission, *, optional: bool) -> int:
@@ -83,6 +91,11 @@ class Granting:
             told = [n for n, block in zip(newcomers, blocks, strict=True) if block.shard == speaker]
             policy.decline(told[-declined:])
         return declined
+
+    def _let_pass(self, asked: Asked, waiting: deque[int], answer: Admission, *, at_own_cost: bool) -> None:
+        size = self._slabs.slot_size(asked.blocks[0].num_bytes)
+        self._evictions.let_pass(size, len(waiting), answer, at_own_cost=at_own_cost)
+        self._give(asked, waiting, answer, passing=True)
 
     def _give(self, asked: Asked, waiting: deque[int], answer: Admission, *, passing: bool) -> None:
         """Give the slots there are to the first that wait."""

@@ -151,7 +151,7 @@ class Placement:
     ) -> Admission:
         """Give slots to blocks, the first ones first, evicting others as far as needed.
 
-        Blocks of the call and their parents are not evicted for each other.
+        Blocks of the call and their parents are not evicted for each other, unless a tier below has them.
 
         Args:
             blocks: all of one size.
@@ -161,8 +161,8 @@ class Placement:
         """
         answer = Admission()
         wanted: dict[tuple[BlockKey, int], int] = {}
-        protected = dict.fromkeys(key for block in blocks for key in (block.key, block.parent) if key is not None)
-        for key in protected:
+        involved = dict.fromkeys(key for block in blocks for key in (block.key, block.parent) if key is not None)
+        for key in involved:
             self._residents.touch(key, now, uses=0)
         for index, block in enumerate(blocks):
             record_id = (block.key, block.shard)
@@ -174,7 +174,7 @@ class Placement:
                 wanted[record_id] = index
         waiting = deque(wanted.values())
         if waiting:
-            self._granting.grant(Asked(blocks, now, hints, optional, protected), waiting, answer)
+            self._granting.grant(Asked(blocks, now, hints, optional, involved), waiting, answer)
             answer.grants.sort(key=lambda grant: grant.index)
         if hints.final:
             self.retire(blocks[index].key for index in answer.already)

@@ -26,6 +26,8 @@ from kvfleet.node.waiting import now
 
 __all__ = ["LowerTiers"]
 
+_UNBOUNDED = 1 << 62
+
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -66,6 +68,12 @@ class LowerTiers:
             )
         if self.endpoint is not None:
             self.gates["shared"] = shared_takes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the larger of them holds, of this node's blocks or of all nodes'."""
+        shared = 0 if self.endpoint is None else self._config.shared_bytes_max or _UNBOUNDED
+        return max(shared, 0 if self.drives is None else self.drives.nvme.capacity_bytes)
 
     def join(self, dram: DramTier, publisher: Publisher, link: DirectoryLink, home: NodeHome) -> None:
         """Make those who write to the tiers. Nothing runs yet."""

@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 _OPEN_TIMEOUT_S = 30.0  # the node does not wait longer for a drive that does not open
 _CLOSE_TIMEOUT_S = 4.0
 _ALL_USES = 1 << 30
-
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -121,6 +120,11 @@ class NvmeTier:
     def num_working(self) -> int:
         """How many drives can be used, as far as is known."""
         return sum(bay.works for bay in self._bays)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of the slots of the drives that are open."""
+        return sum(drive.drive.books.slabs.capacity_bytes for drive in self._at_work())
 
     def _changed(self, bay: DriveBay, entry: Entry, present: bool) -> None:
         """A drive has a record, or has it no more."""

@@ -64,11 +64,13 @@ class Writers:
             Incoming(NewBlock(key, request.shard, parent, request.num_bytes), request.depth + i)
             for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
         ]
+        fit = self._fit(request)
         got = await self._admitter.reserve(
-            blocks, request.namespace, client, request.timeout_s, patient=False, hints=request.hints
+            blocks[:fit], request.namespace, client, request.timeout_s, patient=False, hints=request.hints
         )
         self._note(request.hints, keys, parents[0])
-        self._publisher.refused(record_id(keys[i], request.shard) for i in (*got.refused, *got.declined))
+        refused = (*got.refused, *range(fit, len(keys)))
+        self._publisher.refused(record_id(keys[i], request.shard) for i in (*refused, *got.declined))
         self._publisher.wake()
         if self._sequences.get(client) != sequence:
             for granted in got.granted:
@@ -82,9 +84,19 @@ class Writers:
             tuple(g.generation for g in got.granted),
             tuple(g.offset for g in got.granted),
             len(got.already),
-            len(got.refused),
+            len(refused),
             len(got.declined),
         )
+
+    def _fit(self, request: ReserveRequest) -> int:
+        """How many of the blocks are of a prefix no larger than this node's largest tier: more would push out its head.
+
+        Of a block's shards those count that this node is known to have.
+        """
+        placement = self._dram.placement
+        shards = max(1, len(placement.shards(BlockKey(request.parent)))) if request.parent else 1
+        prefix_bytes = max(self._dram.arena.capacity_bytes, self._lower.capacity_bytes)
+        return min(len(request.keys) // KEY_BYTES, max(0, prefix_bytes // (request.num_bytes * shards) - request.depth))
 
     def _note(self, hints: Hints, keys: list[BlockKey], parent: BlockKey | None) -> None:
         """Remember whose blocks these are. Blocks before them may have come otherwise, as from another node."""

@@ -30,6 +30,7 @@ class SimDrive:
         block_bytes: of each block.
 
     Attributes:
+        capacity_bytes: of the slots.
         placement: the production code.
         read: what reads go over.
         written_bytes: so far.
@@ -40,6 +41,7 @@ class SimDrive:
         plan = plan_drive(config.max_bytes)
         capacity, size = plan.num_units * plan.unit_bytes, SlabMap.slot_size(block_bytes)
         self._slabs = SlabMap(capacity, plan.unit_bytes, min(plan.records_max, capacity // size))
+        self.capacity_bytes = capacity
         self._size = size
         self._queue_bytes_max = config.queue_bytes_max
         self._budget = WriteBudget(config.rated_bytes or config.max_bytes, config.dwpd, _START)

@@ -25,7 +25,7 @@ from kvfleet.sim.shared import SimShared
 __all__ = ["SimNode", "Stored"]
 
 _RESERVE_FRACTION = 0.25  # of the arena, in one call: as `FleetConfig` has it
-_SAVES_AT_ONCE = 1 << 62
+_SAVES_AT_ONCE = _UNBOUNDED = 1 << 62
 _SHARD = SHARD.to_bytes(2, "little")
 
 
@@ -71,6 +71,10 @@ class SimNode:
             gates["shared"] = shared_takes
         self._lower = tuple(gates)
         self.arena = SimArena(config.dram_bytes, size, policy, gates)
+        below = 0 if self.drive is None else self.drive.capacity_bytes
+        if shared is not None:
+            below = max(below, config.shared_bytes_max or _UNBOUNDED)
+        self._prefix_blocks_max = max(self.arena.capacity_bytes, below) // size
         self._batch_blocks = max(1, int(self.arena.capacity_bytes * _RESERVE_FRACTION) // size)
         self.holders = Holders(self.node_id)
         self._changes: dict[bytes, bool] = {}  # by record, as `kvfleet.node.holdings` has them
@@ -157,7 +161,8 @@ class SimNode:
             if all(self.arena.has(block.key) for block in batch):
                 continue
             done.calls += 1
-            granted = self._reserve(batch, depth + first, now, hints)
+            fit = max(0, self._prefix_blocks_max - depth - first)  # as `kvfleet.node.writers` has it
+            granted = self._reserve(batch[:fit], depth + first, now, hints)
             refused = [b.key for b in batch if b.key not in granted and not self.arena.has(b.key)]
             done.refused += tuple(refused)
             if granted:

@@ -118,6 +118,11 @@ class SimulatedNvme:
         """See `NvmeTier.num_working`."""
         return int(self.is_open)
 
+    @property
+    def capacity_bytes(self) -> int:
+        """See `NvmeTier.capacity_bytes`."""
+        return CAPACITY_BYTES if self.is_open else 0
+
     async def run(self) -> None:
         """Open the drive, and again when it failed."""
         while True:

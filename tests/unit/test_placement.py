@@ -9,6 +9,7 @@ import pytest
 from kvfleet.config import MIB
 from kvfleet.core.block import BlockKey
 from kvfleet.core.placement import Admission, Counters, Evicted, Grant, NewBlock, Restored
+from kvfleet.core.policies import POLICIES
 from kvfleet.core.policies.secondsight import SecondSight
 from kvfleet.core.slabs import SlabMap
 from kvfleet.testing.policies import block_key
@@ -262,7 +263,7 @@ def test_a_chain_is_demoted_whole_and_leaves_leaf_first() -> None:
     node = Node(3, lower=["shared"])
     node.store([1, 2, 3])
     admission = node.ask([11, 12, 13])
-    assert wanted(admission) == [3, 2, 1]
+    assert wanted(admission) == [1, 2, 3]
     for transfer in reversed(admission.transfers):
         node.placement.complete(transfer, ok=True)
     assert gone(node.store([11, 12, 13])) == [3, 2, 1]
@@ -468,7 +469,7 @@ def test_a_chain_over_several_runs_is_demoted_no_further_than_needed() -> None:
     node = Node(36, lower=["shared"])
     node.store([1, 2, 3], num_bytes=BIG)
     admission = node.ask([101, 102, 103], num_bytes=HALF)
-    assert (wanted(admission), gone(admission)) == ([3, 2], [])
+    assert (wanted(admission), gone(admission)) == ([2, 3], [])
     for transfer in admission.transfers:
         node.placement.complete(transfer, ok=True)
     admission = node.store([101, 102, 103], num_bytes=HALF)
@@ -571,3 +572,45 @@ def test_restart_gives_back_slots_of_doubles_and_misfits() -> None:
     assert sorted(refused) == [1, 2, 3]
     assert node.placement.used_bytes == MIB
     assert node.placement.audit() == []
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("written_behind", [False, True])
+def test_a_prefix_larger_than_the_arena_passes_through_to_the_tier_below(policy: str, written_behind: bool) -> None:
+    node = Node(8, lower=["nvme"], policy=policy)
+    node.store([101, 102])
+    for first in range(1, 31, 2):
+        assert node.offer([first, first + 1], first - 1 or None) == []
+        if written_behind:
+            node.write(node.placement.next_saves("nvme", 8 * MIB))
+    assert node.placement.counters.dropped_unsaved == 0
+    assert {*node.held()} | node.below >= {*range(1, 31)}
+    assert {*range(1, 5), 29, 30} <= {*node.held()}, "its head stays: what came last makes room for what comes"
+
+
+def test_what_the_tier_below_does_not_take_is_not_given_up_for_what_builds_on_it() -> None:
+    node = Node(4, lower=["nvme"])
+    assert node.offer([1, 2, 3, 4], None) == []
+    assert node.offer([5, 6], 4, refusing=[4]) == [5, 6]
+    assert node.held() == [1, 2, 3, 4]
+    node.refusing.add("nvme")
+    assert node.offer([5, 6], 4) == [5, 6]
+    assert node.held() == [1, 2, 3, 4]
+
+
+def test_without_a_tier_below_the_head_of_a_large_prefix_stays() -> None:
+    node = Node(4)
+    assert node.offer([1, 2], None) == []
+    assert node.offer([3, 4, 5], 2) == [5]
+    assert node.offer([6], 5) == [], "its parent is not here, that it builds on another block cannot be known"
+    assert node.held() == [1, 2, 3, 6]
+
+
+def test_a_declined_prefix_passes_through_a_few_slots() -> None:
+    node = Node(8, lower=["nvme"], policy="second-sight")
+    node.store(range(101, 109))
+    node.touch(*range(101, 109))
+    for first in range(1, 31, 2):
+        assert node.offer([first, first + 1], first - 1 or None) == []
+    assert node.below >= {*range(1, 29)}
+    assert {*range(101, 107)} <= {*node.held()}, "it costs two slots, not as many as it is long"

@@ -103,6 +103,10 @@ class Policy(ABC):
         """Whether a resident key has no resident child."""
 
     @abstractmethod
+    def goes_first(self, key: BlockKey) -> bool:
+        """Whether a resident key is of no use here, as far as is known: an orphan, retired, or passing."""
+
+    @abstractmethod
     def descendants(self, key: BlockKey) -> list[BlockKey]:
         """Resident children of a resident key, their children and so on; each after its own children."""
 

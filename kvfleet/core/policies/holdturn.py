@@ -165,6 +165,11 @@ class HoldTurn(Policy):
         return not self._nodes[key].children
 
     @override
+    def goes_first(self, key: BlockKey) -> bool:
+        node = self._nodes[key]
+        return node.orphan or node.life.retired or node.passing
+
+    @override
     def descendants(self, key: BlockKey) -> list[BlockKey]:
         return [node.key for node in self._nodes[key].descendants()]
 
