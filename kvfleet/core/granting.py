@@ -74,7 +74,7 @@ class Granting:
             waiting.extend(spurned)
         else:
             answer.declined.extend(spurned)
-        if waiting and asked.optional:
+        if waiting and asked.optional and not answer.transfers:
             self._let_pass(asked, waiting, answer, at_own_cost=True)
         assert not answer.declined or asked.optional, "what is needed is not declined"
 

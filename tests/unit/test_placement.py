@@ -606,6 +606,16 @@ def test_without_a_tier_below_the_head_of_a_large_prefix_stays() -> None:
     assert node.held() == [1, 2, 3, 6]
 
 
+def test_what_waits_for_demotions_takes_no_other_room() -> None:
+    node = Node(6, lower=["nvme"])
+    node.store([1, 2, 3])
+    node.store([11, 12, 13])
+    for number in (11, 12, 13):
+        node.placement.saved(block_key(number), 0, "nvme")
+    assert node.offer([21, 22], None) == []
+    assert node.held() == [1, 11, 12, 13, 21, 22]
+
+
 def test_a_declined_prefix_passes_through_a_few_slots() -> None:
     node = Node(8, lower=["nvme"], policy="second-sight")
     node.store(range(101, 109))
