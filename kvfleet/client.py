@@ -1,8 +1,7 @@
 """What an engine process calls: look up a prefix, load it, store it.
 
 No fault of the cache reaches the caller: each becomes a shorter answer and a counted reason. Only mistakes of the
-caller raise, before anything is done: a TypeError or ValueError (token ids that are none, a time below 0), which a
-LayoutMismatchError (a tensor of the wrong shape or dtype) is too.
+caller raise, before anything is done: a TypeError or ValueError, as LayoutMismatchError is one.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Client:
         self._loads = Loads(self._nearby, manager, self._namespace, spec.layout, shard, self.planning)
         self._worker = StoreWorker(self._node, writing, spec.layout, config.store_queue_bytes_max)
         self._stats = writing.stats
-        self._recorder = Recorder(spec.block_tokens, shard)
+        self._recorder = Recorder(spec.block_tokens, shard, spec.layout.bytes_per_token)
         self.closed = False
 
     def attach(self, timeout_s: float | None = None) -> None:

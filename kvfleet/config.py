@@ -21,6 +21,7 @@ GIB = 1 << 30
 POLICY_NAMES = ("lru", "s3-fifo", "arc", "lfu", "second-sight", "hold-turn")
 """Of `kvfleet.core.policies`, which this module must not import."""
 
+_DWPD_MAX = 1_000_000  # beyond it, it is a mistake
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CODEC = re.compile(r"raw|zstd(:[1-3])?")
 # Names of options of fsspec's filesystems whose values are secrets, or half of one.
@@ -85,6 +86,8 @@ class DriveConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError("nvme", f"{name} of {self.directory} must be positive, is {value}")
+        if self.dwpd > _DWPD_MAX:
+            raise ConfigError("nvme", f"dwpd of {self.directory} must be at most {_DWPD_MAX:,}, is {self.dwpd}")
 
     def path(self) -> str:
         """The directory on this node, with its environment filled in; absolute.

@@ -21,7 +21,7 @@ from kvfleet.operating import CALL_TIMEOUT_S, POLL_S, FleetStatus, Operator, joi
 
 __all__ = ["Fleet", "FleetStatus", "connect", "start"]
 
-_DRIVES_TIMEOUT_S = 10.0  # a drive that takes longer is shown as not open yet
+_TIERS_TIMEOUT_S = 10.0  # a drive or storage that takes longer is shown as not tried yet
 
 
 class Fleet(Operator):
@@ -51,7 +51,9 @@ class Fleet(Operator):
         return client
 
     def up(self) -> FleetStatus:
-        """Start a manager on every node that has none, and wait until all have their arena and have tried their drives.
+        """Start a manager on every node that has none, and wait until all have their arena.
+
+        Then until they have tried their drives and the shared tier, at most 10 s.
 
         Raises:
             ConfigError: nodes that cannot have one, and why. The others are up.
@@ -67,10 +69,11 @@ class Fleet(Operator):
                 problems.append(f"node {node[:8]}: {problem}")
         if problems:
             raise ConfigError("", "; ".join(problems))
-        deadline = time.monotonic() + _DRIVES_TIMEOUT_S
+        deadline = time.monotonic() + _TIERS_TIMEOUT_S
         while True:
             found = self.status()
-            if all(drive.tried for node in found.nodes for drive in node.drives) or time.monotonic() > deadline:
+            tried = [node.shared_tried and all(drive.tried for drive in node.drives) for node in found.nodes]
+            if all(tried) or time.monotonic() > deadline:
                 return found
             time.sleep(POLL_S)
 

@@ -56,10 +56,21 @@ class FleetStatus:
 
 
 def join_ray(address: str | None) -> bool:
-    """Connect to Ray, unless this process is. Returns whether a new Ray was started for that."""
+    """Connect to Ray, unless this process is. Returns whether a new Ray was started for that.
+
+    Raises:
+        ConnectionError: no Ray there lets us in, and what to do.
+    """
     if ray.is_initialized():
         return False
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    except ConnectionError as error:
+        problem = (
+            f"no Ray cluster lets us in: {str(error).splitlines()[0]}. Start one with `ray start --head`, or give the "
+            "address of one; for one with token authentication, Ray's default, set RAY_AUTH_MODE=token"
+        )
+        raise ConnectionError(problem) from None  # Ray's own traces are long, and say no more
     node = worker._global_node  # nothing public tells whether it is ours
     return node is not None and node.head
 

@@ -14,10 +14,8 @@ from kvfleet.core.speeds import PrefillSpeed, SourceSpeeds, Speed
 from kvfleet.hits import HitRun, PrefixHit
 from kvfleet.reading import Reading, Span
 
-__all__ = ["FORGET_S", "PROBE_BLOCKS", "PROBE_S", "Planning"]
+__all__ = ["FORGET_S", "Planning"]
 
-PROBE_S = 5.0  # between two looks at sources that are not used
-PROBE_BLOCKS = 4
 FORGET_S = 60.0  # a source that is not read for so long, as it seems slow, is tried again within a load's grace
 _MUCH = 2.0
 _WAITED_IN_VAIN = {Miss.SLOWER_THAN_COMPUTE, Miss.TOO_SLOW}  # not `DEADLINE`: the caller may have had no time
@@ -47,7 +45,6 @@ class Planning:
         self._layout = layout
         self._enabled = enabled
         self._known = _Known()
-        self._probe_at = 0.0
         self.probe: Callable[[PrefixHit], object] = lambda _: None
 
     def share(self, other: Planning) -> None:
@@ -69,12 +66,13 @@ class Planning:
         layout, known = self._layout, self._known
         with known.lock:
             _forget(known)
+            pieces = _pieces(hit)
             plan = known.planner.plan(
-                _pieces(hit), layout.block_bytes, layout.block_tokens, prompt_tokens, can_split=can_split
+                pieces, layout.block_bytes, layout.block_tokens, prompt_tokens, can_split=can_split
             )
-            due = self._due(hit, plan)
-        if due is not None:
-            self.probe(due)
+            look = known.planner.look(plan, pieces, time.monotonic())
+        if look is not None:
+            self.probe(hit.part(look.start, look.stop))
         return plan
 
     def narrowed(self, plan: Plan, hit: PrefixHit, prompt_tokens: int) -> Plan:
@@ -94,15 +92,6 @@ class Planning:
         with known.lock:
             part = known.planner.whole(_pieces(hit), layout.block_bytes, layout.block_tokens, prompt_tokens)
         return replace(part, reason=plan.reason)
-
-    def _due(self, hit: PrefixHit, plan: Plan) -> PrefixHit | None:
-        """The first blocks of a source that is not used, once in a while. A tail is use enough."""
-        first, now = plan.head.stop, time.monotonic()
-        if plan.tail is not None or first == hit.num_blocks or now < self._probe_at:
-            return None
-        stop = next(run.stop for run in hit.runs if run.stop > first)
-        self._probe_at = now + PROBE_S
-        return hit.part(first, min(stop, first + PROBE_BLOCKS))
 
     def nearest(self, hit: PrefixHit) -> PrefixHit:
         """A hit without the nodes that are much slower than another source of their run, or brought nothing lately.

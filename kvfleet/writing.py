@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvfleet.attachment import AttachedNode, ManagerPort
@@ -176,7 +176,11 @@ class Writing:
             return start, StoreResult()
         if not reply.slots:
             return stop, StoreResult(already=reply.already, reason="draining" if reply.draining else _left_out(reply))
-        return stop, self._write(job, start, reply, arena, deadline)
+        written = self._write(job, start, reply, arena, deadline)
+        if reply.refused and written.stored == len(reply.slots):  # once these are saved below there may be room
+            num_done = reply.indexes[-1] + 1
+            return start + num_done, replace(written, already=num_done - len(reply.slots), reason="")
+        return stop, written
 
     def _batch_blocks(self, arena: Arena) -> int:
         return max(1, int(arena.capacity_bytes * self._config.reserve_fraction) // self._layout.block_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from kvfleet.config import KIB, MIB
@@ -43,7 +45,7 @@ CAPS = (8 * MIB, 7 * MIB)  # 6 blocks, and 3
 
 
 class Faults:
-    """Fails call number `at` of those in `CALLS` and of the index's transactions.
+    """Fails call number `at` of those in `CALLS`, of locks, and of the index's opening and transactions.
 
     Args:
         how: the error's number; "torn" does half of a transfer, or all of a transaction, and then fails; "short" does
@@ -56,6 +58,9 @@ class Faults:
         for name in CALLS:
             if isinstance(how, int) or name in TRANSFERS:
                 monkeypatch.setattr(os, name, self.system_call(getattr(os, name), transfers=name in TRANSFERS))
+        if isinstance(how, int):
+            monkeypatch.setattr(fcntl, "flock", self.system_call(fcntl.flock))
+            monkeypatch.setattr(lmdb, "open", self.opening(lmdb.open))
         for name in TRANSACTIONS:
             if how != "short":
                 monkeypatch.setattr(DriveIndex, name, self.transaction(getattr(DriveIndex, name)))
@@ -64,7 +69,7 @@ class Faults:
         self.calls += 1
         return self.calls - 1 == self.at
 
-    def system_call(self, call: Callable[..., Any], *, transfers: bool) -> Callable[..., Any]:
+    def system_call(self, call: Callable[..., Any], *, transfers: bool = False) -> Callable[..., Any]:
         def wrapped(*args, **kwargs):
             if not self.due():
                 return call(*args, **kwargs)
@@ -75,6 +80,14 @@ class Faults:
                 if self.how == "short":
                     return moved
             raise OSError(number, os.strerror(number))
+
+        return wrapped
+
+    def opening(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args, **kwargs):
+            if self.due():
+                raise (lmdb.DiskError if self.how == errno.ENOSPC else lmdb.Error)(f"{args[0]}: no")
+            return call(*args, **kwargs)
 
         return wrapped
 

@@ -108,7 +108,7 @@ def kill_in_a_store(root: Path, seed: int, count: int) -> None:
             assert status in {0, -signal.SIGKILL}, point  # threads do not run the same way twice
             killed += status != 0
             assert told(said) <= check_sound(directory, CAP), point
-    assert killed > count // 2
+    assert killed >= 0.9 * count
 
 
 def told(said: list[tuple[str, list[int]]]) -> set[int]:

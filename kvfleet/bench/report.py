@@ -132,7 +132,8 @@ def measure(
 def table(report: Report) -> Table:
     """The rows for reading; a size's first row is its floor."""
     moves, calls = any(row.moved_bytes for row in report.rows), any(row.calls_per_s for row in report.rows)
-    shown = Table(title=f"kvfleet bench {report.bench}", caption=report.measures, caption_justify="left")
+    caption = f"{report.measures} Milliseconds are of all blocks of a row together." if moves else report.measures
+    shown = Table(title=f"kvfleet bench {report.bench}", caption=caption, caption_justify="left")
     shown.add_column("block", justify="right")
     shown.add_column(report.count, justify="right")
     shown.add_column("what")

@@ -38,13 +38,8 @@ def plain_errors() -> Iterator[None]:
     """Turn what users can put right into one line and exit status 1."""
     try:
         yield
-    except KvFleetError as error:
+    except (KvFleetError, ConnectionError) as error:
         problem = str(error)
-    except ConnectionError as error:
-        problem = (
-            f"no Ray cluster lets us in: {str(error).splitlines()[0]}. Start one with `ray start --head`, or give "
-            "--address; for one with token authentication, Ray's default, set RAY_AUTH_MODE=token"
-        )
     else:
         return
     Console(stderr=True).print(f"[red]kvfleet:[/red] {escape(problem)}", highlight=False, soft_wrap=True)

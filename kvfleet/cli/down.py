@@ -48,7 +48,9 @@ def down(
     for line in summary(found, saving.first, unsaved):
         console.print(line, highlight=False, soft_wrap=True)
     if unsaved:
-        Console(stderr=True).print(f"{show_count(unsaved, 'block')} could not be saved in time")
+        why = "; ".join(saving.obstacles or _obstacles(found))
+        lost = f"{show_count(unsaved, 'block')} could not be saved{f': {why}' if why else ' in time'}"
+        Console(stderr=True).print(lost, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary(found: FleetStatus, unsaved_before: int, unsaved: int) -> Iterator[str]:
@@ -83,6 +85,7 @@ class Saving:
 
     Attributes:
         first: how many blocks were to be saved.
+        obstacles: what kept blocks from being saved when it was told last.
     """
 
     def __init__(self, console: Console, obstacles: Callable[[], list[str]]) -> None:
@@ -94,12 +97,13 @@ class Saving:
         """
         columns = (TextColumn("saving"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"), TimeElapsedColumn())
         self._console = console
-        self._obstacles = obstacles
+        self._ask_obstacles = obstacles
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("saving", total=None, visible=False)
         self._left = 0
         self._moved_at = time.monotonic()
         self.first = 0
+        self.obstacles: list[str] = []
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -117,7 +121,8 @@ class Saving:
         if left != self._left:
             self._left, self._moved_at = left, time.monotonic()
         elif left and time.monotonic() - self._moved_at >= _QUIET_S:
-            why = "; ".join(self._obstacles())
+            self.obstacles = self._ask_obstacles()
+            why = "; ".join(self.obstacles)
             self._say(f"{show_count(left, 'block')} left to save" + (f": {why}" if why else ""))
             self._moved_at = time.monotonic()
 

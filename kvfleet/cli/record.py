@@ -93,7 +93,7 @@ def _summary(console: Console, trace: Path, told: Told) -> None:
     if told.lost:
         lines.append(f"lost: {show_count(told.lost, 'request')} that came faster than they could be written")
     if told.other:
-        lines.append(f"left out: {show_count(told.other, 'request')} of a model with another block size")
+        lines.append(f"left out: {show_count(told.other, 'request')} of a model with blocks of another size")
     for node, times in told.silent.items():
         lines.append(f"node {node[:8]} did not answer {show_count(times, 'time')}: some of its requests may be missing")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

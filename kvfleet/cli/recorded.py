@@ -35,7 +35,7 @@ class Told:
         blocks: of these.
         num_bytes: of the trace.
         lost: requests that came too fast to be written down, or were only half written.
-        other: requests with another block size than the first: a trace has one.
+        other: requests of a model with other blocks than the first one's, in tokens or bytes: a trace has one kind.
         silent: how often each node did not answer: what it was asked meanwhile may be missing.
     """
 
@@ -59,7 +59,7 @@ class TraceBook:
         self._file = file
         self._begun_ns = begun_ns
         self._salt = secrets.token_bytes(32)
-        self._block_tokens = 0
+        self._shape = (0, 0)  # tokens of a block, bytes of a token
         self._writer: OwnWriter | None = None
         self.told = Told()
 
@@ -77,14 +77,14 @@ class TraceBook:
 
     def _write(self, asked: Asked) -> None:
         if self._writer is None:
-            self._block_tokens = asked.block_tokens
-            self._writer = OwnWriter(self._file, asked.block_tokens)
-        if asked.block_tokens != self._block_tokens:
+            self._shape = asked.block_tokens, asked.token_bytes
+            self._writer = OwnWriter(self._file, *self._shape)
+        if (asked.block_tokens, asked.token_bytes) != self._shape:
             self.told.other += 1
             return
         time_s = max(0, asked.time_ns - self._begun_ns) / 1e9
         ids = [self._id(asked.keys[at : at + KEY_BYTES]) for at in range(0, len(asked.keys), KEY_BYTES)]
-        tokens, hints = max(asked.prompt_tokens, len(ids) * self._block_tokens), asked.hints
+        tokens, hints = max(asked.prompt_tokens, len(ids) * asked.block_tokens), asked.hints
         session = f"{self._id(hints.session):016x}" if hints.session else ""
         self._writer.write(Line(time_s, ids, tokens, 0, session, hints.turn, hints.final))
         self.told.requests += 1

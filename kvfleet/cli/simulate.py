@@ -26,6 +26,8 @@ __all__ = ["simulate"]
 
 _REQUESTS = 10_000  # of a workload, unless told otherwise
 _BLOCK_TOKENS = 512  # of a workload; traces bring their own
+_RATE = 2.0  # of a workload
+_TOKEN_BYTES = 128 << 10
 
 
 class Workload(str, Enum):
@@ -49,9 +51,15 @@ _TraceFile = Annotated[
     Path | None,
     typer.Argument(exists=True, dir_okay=False, help="Requests: Mooncake, Alibaba Bailian, or of `kvfleet record`."),
 ]
-_Rate = Annotated[float, typer.Option(min=1e-6, max=1e6, help="Of a workload: requests a second, to the whole fleet.")]
+_Rate = Annotated[
+    float | None,
+    typer.Option(min=1e-6, max=1e6, help=f"Of a workload: requests a second, to the whole fleet. Default: {_RATE:g}."),
+]
 _Hints = Annotated[bool, typer.Option("--hints", help="Engines tell session, turn and end, where a trace has them.")]
-_TokenBytes = Annotated[str, typer.Option("--token-bytes", help="KV of a token; Llama-3-8B in 16 bits has 128 KiB.")]
+_TokenBytes = Annotated[
+    str | None,
+    typer.Option("--token-bytes", help="KV of a token. Default: what a recording says, else 128KiB, of Llama-3-8B."),
+]
 _Prefill = Annotated[float, typer.Option(min=1e-6, max=1e9, help="Tokens a second an engine computes, first ones.")]
 
 
@@ -59,17 +67,17 @@ def simulate(  # noqa: PLR0913  each is an option
     trace: _TraceFile = None,
     workload: Annotated[Workload | None, typer.Option(help="Made-up traffic instead of a trace.")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Of a workload; of a trace, the first so many.")] = None,
-    rate: _Rate = 2.0,
+    rate: _Rate = None,
     nodes: Annotated[list[int], typer.Option(min=1, help="Repeat for several.")] = [1],  # noqa: B006
     dram: Annotated[list[str], typer.Option(help="Memory of a node's arena. Repeat for several.")] = ["64GiB"],  # noqa: B006
     nvme: Annotated[str, typer.Option(help="Of a node's drives; 0 for none.")] = "0",
-    nvme_dwpd: Annotated[float, typer.Option(min=1e-6, help="Drive writes a day they are rated for.")] = 1.0,
+    nvme_dwpd: Annotated[float, typer.Option(min=1e-6, max=1e6, help="Drive writes a day they are rated for.")] = 1.0,
     shared: Annotated[bool, typer.Option("--shared", help="With a shared tier: 50 ms, 1 GB/s a node.")] = False,
     shared_bytes: Annotated[str | None, typer.Option(help="Most that is kept there.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="What to keep. Repeat for several.")] = None,
     hints: _Hints = False,
     router: Annotated[RouterKind, typer.Option(help="Which node gets a request.")] = RouterKind.PREFIX,
-    kv: _TokenBytes = "128KiB",
+    kv: _TokenBytes = None,
     prefill: _Prefill = 12e3,
     network: Annotated[float, typer.Option(min=1e-3, max=1e6, help="Between nodes, GB/s.")] = 2.5,
     json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all figures here.")] = None,
@@ -84,16 +92,21 @@ def simulate(  # noqa: PLR0913  each is an option
     from kvfleet.core.policies import DEFAULT
     from kvfleet.core.speeds import PrefillSpeed, Speed
     from kvfleet.sim.config import EngineConfig, SimConfig, SimDrives
-    from kvfleet.sim.plots import save_plots
+    from kvfleet.sim.plots import need_matplotlib, save_plots
     from kvfleet.sim.report import to_json
     from kvfleet.sim.sweep import grid
 
     if (trace is None) == (workload is None):
         raise typer.BadParameter("give a trace or a --workload")
+    if trace is not None and rate is not None:
+        raise typer.BadParameter("--rate is of a --workload: a trace has its own times")
     with plain_errors():
-        block_tokens, number, source = _source(trace, workload, requests, rate)
+        if plots is not None:
+            need_matplotlib()  # before a simulation that may take minutes
+        block_tokens, token_bytes, number, source = _source(trace, workload, requests, rate or _RATE)
+        token_bytes = parse_bytes(kv) if kv else token_bytes or _TOKEN_BYTES
         config = SimConfig(
-            block_bytes=parse_bytes(kv) * block_tokens,
+            block_bytes=token_bytes * block_tokens,
             dram_bytes=parse_bytes(dram[0]),
             drives=SimDrives(max_bytes=parse_bytes(nvme), dwpd=nvme_dwpd),
             shared=Speed(0.05, 1e9) if shared or shared_bytes else None,
@@ -127,19 +140,21 @@ Source = Callable[[], Iterable["Request"]]
 """Gives the requests, anew each time."""
 
 
-def _source(trace: Path | None, workload: Workload | None, number: int | None, rate: float) -> tuple[int, int, Source]:
-    """Tokens in a block, how many requests there are, and the requests."""
+def _source(
+    trace: Path | None, workload: Workload | None, number: int | None, rate: float
+) -> tuple[int, int | None, int, Source]:
+    """Tokens in a block, bytes of a token if they are known, how many requests there are, and the requests."""
     if trace is not None:
         from kvfleet.sim.trace import load_trace
 
         found = load_trace(trace)
         requests = found.requests[:number]
-        return found.block_tokens, len(requests), lambda: requests
+        return found.block_tokens, found.token_bytes, len(requests), lambda: requests
     from kvfleet.sim.generators import WORKLOADS, generate
 
     assert workload is not None
     kind, number = WORKLOADS[workload.value], number or _REQUESTS
-    return _BLOCK_TOKENS, number, lambda: generate(kind, requests=number, rate=rate, block_tokens=_BLOCK_TOKENS)
+    return _BLOCK_TOKENS, None, number, lambda: generate(kind, requests=number, rate=rate, block_tokens=_BLOCK_TOKENS)
 
 
 def _run(configs: Sequence[SimConfig], block_tokens: int, number: int, source: Source) -> list[Report]:

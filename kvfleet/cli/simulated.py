@@ -30,7 +30,8 @@ def report_tables(reports: Sequence[Report]) -> Group:
 def _figures(reports: Sequence[Report]) -> Table:
     first = reports[0]
     shown = Table(
-        title=f"{first.requests:,} requests, {first.num_blocks:,} blocks of {first.block_tokens} tokens",
+        title=f"{first.requests:,} requests, {first.num_blocks:,} blocks of {first.block_tokens} tokens, "
+        f"{show_bytes(first.config.block_bytes)} each",
         caption=_caption(reports),
         caption_justify="left",
     )
@@ -57,7 +58,11 @@ def _times(reports: Sequence[Report]) -> Iterator[Line]:
     yield "compute saved", lambda one: f"{one.compute_saved:.1%}"
     yield "engines busy", lambda one: f"{one.engines_busy:.0%}"
     for place, q in enumerate(QUANTILES):
-        yield f"TTFT p{100 * q:g}", lambda one, place=place: f"{one.ttft_s[place]:.3g} s"  # type: ignore[misc]
+        yield f"TTFT p{100 * q:g}", lambda one, place=place: _seconds(one.ttft_s[place])  # type: ignore[misc]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def _traffic(reports: Sequence[Report]) -> Iterator[Line]:
@@ -67,6 +72,7 @@ def _traffic(reports: Sequence[Report]) -> Iterator[Line]:
     yield "between nodes", lambda one: show_bytes(one.peer_bytes)
     if any(one.config.shared for one in reports):
         yield "from the shared tier", lambda one: show_bytes(one.shared_read_bytes)
+        yield "  to learn how fast it is", lambda one: show_bytes(one.shared_look_bytes)
         yield "to the shared tier", lambda one: show_bytes(one.shared_written_bytes)
 
 

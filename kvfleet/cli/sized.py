@@ -13,7 +13,7 @@ from kvfleet.sizing.answer import Answer, Source, Tier
 
 __all__ = ["show", "show_size"]
 
-_NAMES = {"dram": "memory", "peer": "another node", "nvme": "drives", "shared": "shared tier"}
+_NAMES = {"dram": "memory", "peer": "other node", "nvme": "drives", "shared": "shared tier"}
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
@@ -26,8 +26,9 @@ def show_size(num_bytes: float) -> str:
 
 
 def show(found: Answer, console: Console) -> None:
-    """Print it."""
-    console.print(Text(f"{found.model}, KV in {found.kv_dtype}, {found.requests.workload}", style="bold"))
+    """Print it: at 80 columns as a rule no more than 30 lines."""
+    title = f"{found.model}, KV in {found.kv_dtype}, {found.requests.workload}, {found.policy}"
+    console.print(Text(title, style="bold"))
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(no_wrap=True, style="cyan")
     facts.add_column(overflow="fold")
@@ -41,43 +42,42 @@ def show(found: Answer, console: Console) -> None:
 
 
 def _facts(found: Answer) -> Iterator[tuple[str, str]]:
-    kv, prefill, requests = found.kv, found.prefill, found.requests
+    kv, prefill, requests, gpus = found.kv, found.prefill, found.requests, found.gpus
     yield (
         "KV",
         (
-            f"{kv.token_bytes:,} bytes a token; {show_size(kv.session_bytes)} for a session of {kv.session_tokens:,} "
-            f"tokens; {show_size(kv.all_bytes)} for {kv.sessions:,}"
+            f"{kv.token_bytes:,} bytes a token, {show_size(kv.session_bytes)} a session of {kv.session_tokens:,}, "
+            f"{show_size(kv.all_bytes)} for {kv.sessions:,}"
         ),
     )
     yield (
         "prefill",
-        (
-            f"{prefill.tokens_per_s:,.0f} tokens/s on {prefill.gpus} {prefill.gpu}; such a session takes "
-            f"{_time(prefill.session_s)} from nothing"
-        ),
+        f"{prefill.tokens_per_s:,.0f} tokens/s on {prefill.gpus} {prefill.gpu}, {_time(prefill.session_s)} a session",
     )
     yield (
         "requests",
         (
-            f"{requests.per_s:.3g} a second of {requests.prompt_tokens:,.0f} tokens; {requests.repeated:.0%} of these "
-            f"came before; all that came fills {show_size(requests.working_bytes)}"
+            f"{requests.per_s:.3g} a second of {requests.prompt_tokens:,.0f} tokens, {requests.repeated:.0%} came "
+            f"before; all fill {show_size(requests.working_bytes)}"
         ),
     )
-    yield "hits", f"{found.hit_rate:.1%} of tokens found, {found.loaded_rate:.1%} loaded: {_saved(found)}"
+    yield (
+        "hits",
+        (
+            f"{found.hit_rate:.1%} of tokens found, {found.loaded_rate:.1%} loaded: {found.compute_saved:.1%} of "
+            "prefill saved"
+        ),
+    )
     yield (
         "TTFT",
-        (
-            f"{_times(found.ttft_s)} with the cache, {_times(found.plain_ttft_s)} without "
-            "(p50, p90, p99; alone, no queue)"
-        ),
+        f"{_times(found.ttft_s)}, without {_times(found.plain_ttft_s)} (p50, p90, p99, no queue)",
     )
     yield "wanted", _wanted(found)
-    gpus = found.gpus
     yield (
         "GPUs",
         (
-            f"{gpus.needed:.1f} for prefill instead of {gpus.without:.1f}: {gpus.saved:.1f} saved, "
-            f"${gpus.saved_month_price:,.0f} a month; the cache costs ${found.cache_month_price:,.0f}"
+            f"{gpus.needed:.1f} for prefill, not {gpus.without:.1f}: {gpus.saved:.1f} saved, "
+            f"${gpus.saved_month_price:,.0f} a month; cache ${found.cache_month_price:,.0f}"
         ),
     )
     if found.wear is not None:
@@ -85,37 +85,37 @@ def _facts(found: Answer) -> Iterator[tuple[str, str]]:
         yield (
             "wear",
             (
-                f"{show_size(wear.day_bytes)} written to drives a day: {wear.dwpd:.2f} DWPD needed, rated for "
-                f"{wear.rated_dwpd:g}; {show_size(wear.life_bytes)} in {wear.rated_years:g} years, rated for "
-                f"{show_size(wear.rated_life_bytes)} (TBW)"
+                f"{wear.dwpd:.3g} DWPD ({show_size(wear.day_bytes)} a day), TBW {show_size(wear.life_bytes)} in "
+                f"{wear.rated_years:g} years; rated {wear.rated_dwpd:g} and {show_size(wear.rated_life_bytes)}"
             ),
         )
 
 
-def _saved(found: Answer) -> str:
-    return f"{found.compute_saved:.1%} of prefill saved ({found.policy})"
-
-
 def _wanted(found: Answer) -> str:
-    wanted = found.wanted
-    aim = (
-        f"p90 TTFT of {_time(wanted.ttft_s)}" if wanted.ttft_s is not None else f"{wanted.hit_rate or 0:.1%} of tokens"
-    )
+    wanted, repeated = found.wanted, found.requests.repeated
+    if wanted.ttft_s is not None:
+        aim = f"p90 TTFT of {_time(wanted.ttft_s)}"
+    else:
+        hit_rate = wanted.hit_rate or 0.0
+        share = hit_rate / repeated if repeated else 1.0
+        aim = f"{share:.0%} of what came before, {hit_rate:.1%} of tokens"
     if wanted.num_bytes is None:
-        return f"{aim}: no memory reaches it"
+        return f"{aim}: no cache reaches it, what is new takes longer"
     if not wanted.num_bytes:
         return f"{aim}: nothing to buy for that"
-    return f"{aim}: {show_size(wanted.num_bytes)} of cache for the fleet"
+    return f"{aim}: {show_size(wanted.num_bytes)} of cache"
 
 
 def _tiers(found: Answer) -> Table:
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column("load from")
-    for title in ("capacity", "sessions", "hits", "read", "$ a month", "faster than computing"):
-        shown.add_column(title, justify="right" if title != "faster than computing" else "left")
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    shown.add_column("load from", no_wrap=True)
+    for title in ("capacity", "sessions", "hits", "read", "$/month", "speed"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    shown.add_column("beats computing\nfrom")
     tiers = {tier.name: tier for tier in found.tiers}
     for source in found.sources:
-        shown.add_row(_NAMES[source.name], *_tier(tiers.get(source.name)), _crossover(source))
+        speed = f"{show_size(source.bytes_per_s)}/s"
+        shown.add_row(_NAMES[source.name], *_tier(tiers.get(source.name)), speed, _crossover(source))
     return shown
 
 
@@ -132,11 +132,10 @@ def _tier(tier: Tier | None) -> tuple[str, ...]:
 
 
 def _crossover(source: Source) -> str:
-    speed = f"at {show_size(source.bytes_per_s)}/s"
-    if source.crossover_tokens is None:
-        needed = f"; {show_size(source.even_bytes_per_s)}/s would be even" if source.even_bytes_per_s else ""
-        return f"never {speed}{needed}"
-    return f"from {source.crossover_tokens:,} tokens on, {speed}"
+    """The shortest prefix that is loaded, or the speed at which a session would be."""
+    if source.crossover_tokens is not None:
+        return f"{source.crossover_tokens:,} tokens"
+    return f"{show_size(source.even_bytes_per_s)}/s" if source.even_bytes_per_s else "never"
 
 
 def _times(values: tuple[float, ...]) -> str:

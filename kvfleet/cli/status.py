@@ -150,6 +150,7 @@ def notes(found: FleetStatus) -> Iterator[str]:
             node.problem,
             "draining: it takes no stores" if node.draining else "",
             f"shared tier: {node.shared_problem}" if node.shared_problem else "",
+            "" if node.shared_tried else "shared tier: no answer yet",
             *(f"{drive.directory}: {drive.problem}" for drive in node.drives if drive.problem),
             *(f"{drive.directory}: much slower than the others, not written" for drive in node.drives if drive.slow),
             *(f"{drive.directory}: no direct I/O there" for drive in node.drives if not drive.direct),

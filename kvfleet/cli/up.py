@@ -89,7 +89,7 @@ def up(  # noqa: PLR0913  an option each
 ) -> None:
     """Start a fleet on every node of a running Ray cluster. Nodes that have their manager keep it.
 
-    The exit status is 1 if a drive can be used on no node at all.
+    The exit status is 1 if a drive, or the shared tier, can be used on no node at all.
     """
     with plain_errors(), _options_named():
         import kvfleet
@@ -110,12 +110,12 @@ def up(  # noqa: PLR0913  an option each
             shared_bytes_max=shared_bytes,
         )
         fleet = kvfleet.start(config, address=address)
-        found = fleet.up()
+        with Console(stderr=True).status("waiting for nodes, their drives and storage"):
+            found = fleet.up()
         show_nodes(Console(), found)
-        useless = _useless_drives(found)
+        useless = [*_useless_drives(found), *_useless_storage(found)]
         if useless:
-            drives = "this drive" if len(useless) == 1 else "these drives"
-            raise ConfigError("", f"the fleet is up, but {drives} can be used on no node: {'; '.join(useless)}")
+            raise ConfigError("", f"the fleet is up, but {'; '.join(useless)}")
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def _options_named() -> Iterator[None]:
 
 
 def _useless_drives(found: FleetStatus) -> list[str]:
-    """Drives that were tried on all nodes that answered, and work on none; with one node's reason."""
+    """Of drives that were tried on all nodes that answered, and work on none; with one node's reason."""
     by_drive: dict[str, list[str]] = {}
     working = set()
     for node in found.nodes:
@@ -137,4 +137,17 @@ def _useless_drives(found: FleetStatus) -> list[str]:
             by_drive.setdefault(drive.directory, []).append(drive.problem)
             if drive.works or not drive.tried:
                 working.add(drive.directory)
-    return [f"{path} ({problems[0]})" for path, problems in by_drive.items() if path not in working]
+    useless = [f"{path} ({problems[0]})" for path, problems in by_drive.items() if path not in working]
+    drives = "this drive" if len(useless) == 1 else "these drives"
+    return [f"{drives} can be used on no node: {'; '.join(useless)}"] if useless else []
+
+
+def _useless_storage(found: FleetStatus) -> list[str]:
+    """Of the shared tier, if all nodes that answered have tried it, and none can use it; with one node's reason."""
+    problems = [node.shared_problem if node.shared_tried else "" for node in found.nodes if not node.problem]
+    if not problems or not all(problems):
+        return []
+    return [
+        f"the shared tier can be used on no node: {problems[0]} (credentials and AWS_ENDPOINT_URL count as they are in "
+        "the environment that Ray was started in on each node; it is tried again all the time)"
+    ]

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 from kvfleet.core.block import BlockKey
 
 __all__ = [
-    "EXPECTED_MIN", "Admission", "Counters", "Evicted", "Gate", "Grant", "LowerTier", "NewBlock", "Restored",
-    "Transfer", "shared_takes",
+    "EXPECTED_MIN", "PREFIX_PART", "UNBOUNDED", "Admission", "Counters", "Evicted", "Gate", "Grant", "LowerTier",
+    "NewBlock", "Restored", "Transfer", "shared_takes",
 ]  # fmt: skip
 
 LowerTier = Literal["nvme", "shared"]
@@ -23,6 +23,12 @@ Gate = Callable[[int, int, float | None], bool]
 
 EXPECTED_MIN = 0.01
 """Uses that a block must be expected to have for any tier below to take it, where that is known."""
+
+PREFIX_PART = 7 / 8
+"""Of a node's drives that one prefix may fill: more of it would push out its head."""
+
+UNBOUNDED = 1 << 62
+"""Bytes that a tier without a limit holds."""
 
 
 def shared_takes(_num_bytes: int, _uses: int, expected_uses: float | None) -> bool:

@@ -131,7 +131,7 @@ class Evictions:
 
     def _has_refuge(self, key: BlockKey) -> bool:
         records = self._residents.blocks[key].records.values()
-        return all(record.saved or self._saves.refuge(key, record) for record in records)
+        return all(record.saved or (record.committed and self._saves.refuge(key, record)) for record in records)
 
     @staticmethod
     def _own_victims(

@@ -23,22 +23,29 @@ OTHER_STATE = (
     "attention_types",
     "attention_window_size",
     "attn_layer_period",
-    "attn_type_list",
+    "block_configs",
     "block_types",
     "blocksparse_block_size",
     "conv_L_cache",
     "conv_kernel",
     "cross_attention_layers",
     "full_attention_interval",
+    "hybrid_layer_pattern",
     "index_topk",
+    "index_topk_blocks",
+    "layer_group_size",
     "layers_block_type",
     "linear_attn_config",
     "linear_conv_kernel_dim",
     "mamba_d_state",
     "num_kv_shared_layers",
+    "share_q_dim",
     "ssm_state_size",
     "state_size",
 )
+
+# Lists with a kind for each layer, and how they name full attention.
+FULL_ATTENTION = {"attn_type_list": "1", "layer_types": "full_attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +129,12 @@ def _other_state(config: object) -> str | None:
         return "an encoder"
     for name in OTHER_STATE:
         if _get(config, name):
-            return f"{name}={_get(config, name)}"
-    layer_types = _get(config, "layer_types")
-    if isinstance(layer_types, (list, tuple)):
-        others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-        return f"layers of type {', '.join(others)}" if others else None
+            return f"{name}={_get(config, name)!s:.40}"
+    for name, full in FULL_ATTENTION.items():
+        kinds = _get(config, name)
+        if isinstance(kinds, (list, tuple)):
+            others = sorted({str(kind) for kind in kinds} - {full})
+            return f"layers of type {', '.join(others)}" if others else None
     window = _get(config, "sliding_window")
     if window and _get(config, "use_sliding_window") is not False:
         return f"sliding_window={window}"

@@ -21,6 +21,7 @@ from kvfleet.core.speeds import PEER, Line, PrefillSpeed, SourceSpeeds, Speed
 
 __all__ = ["PEER", "Leg", "Piece", "Plan", "Planner"]
 
+_LOOK_BLOCKS = 4
 _KEEP_PREFILL = 0.98  # a block or a step is a small part of a prompt: about fifty count
 
 
@@ -102,3 +103,19 @@ class Planner:
             return self.whole(pieces, block_bytes, block_tokens, prompt_tokens)
         route = Route(self.sources, pieces, block_bytes, block_tokens, prompt_tokens)
         return route.best(prefill, can_split=can_split)
+
+    def look(self, plan: Plan, pieces: Sequence[Piece], now: float) -> range | None:
+        """A few blocks to load besides, to learn how fast a source is that a plan does not use; None mostly.
+
+        Args:
+            plan: of these pieces. A tail is use enough.
+            pieces: the runs of the hit.
+            now: seconds.
+        """
+        for name in plan.sources:
+            self.sources.used(name, now)
+        first = plan.head.stop
+        piece = next((piece for piece in pieces if piece.stop > first), None)
+        if piece is None or plan.tail is not None or not self.sources.look(piece.sources, now):
+            return None
+        return range(first, min(piece.stop, first + _LOOK_BLOCKS))

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvfleet.core.reuseclasses import AGES, EDGES, GROUPS, NUM_KINDS, WIDTHS, age_of, place_of
 from kvfleet.core.reuserates import Floats, best_worths, reuse_rates
+from kvfleet.core.surprise import Surprise
 
 __all__ = ["ReuseModel"]
 
@@ -31,6 +32,8 @@ _NEWS = 0.03  # of what is known: so much more has to be known before they are c
 _STALE_S = 60.0  # or so much time has to pass
 _GAIN, _GAIN_LESS = 0.05, 0.03  # more hits that worth has to promise before it rules, and to go on
 _HALF_S = 1800.0  # in which what was seen loses half its weight; longer if blocks live longer than that
+_LATELY_S = 300.0  # in which uses are compared with what was expected: so long half of them count
+_KEPT_S = 1200.0  # of what was seen, when it is halved as traffic has become another
 _ENOUGH = 20  # prefixes that have been used again before anything is said
 
 
@@ -63,6 +66,9 @@ class ReuseModel:
         self._num_ended = 0.0
         self._num_pairs = 0.0  # of lives that ended in one run, ordered and with themselves
         self._num_new = 0  # ended since worths were computed
+        self._num_came = 0  # ended since lives were made older
+        self._surprise = Surprise()
+        self._rates = np.zeros((NUM_KINDS, AGES))  # as of when worths were computed
         self._run = 0  # lives that ended in the last one
         self._worths: list[list[float]] = []  # of each class at the middle of each age; empty: too early to say
         self._chances: list[list[float]] = []  # of another use
@@ -98,6 +104,7 @@ class ReuseModel:
         self._run = self._run + 1 if follows else 1
         self._num_ended += 1.0
         self._num_new += 1
+        self._num_came += 1
         self._num_pairs += 2 * self._run - 1
 
     def tick(self, now: float) -> None:
@@ -150,18 +157,33 @@ class ReuseModel:
     def _expose(self, now: float, passed_s: float, going: tuple[Floats, Floats]) -> None:
         """All lives that go on have become older by some ticks."""
         numbers, counts = going
-        decay = 0.5 ** (passed_s / max(_HALF_S, 20 * self._width_s))
-        self._ended *= decay
-        self._exposed *= decay
-        self._seen_s = self._seen_s * decay + passed_s
-        self._num_ended *= decay
-        self._num_pairs *= decay
+        self._weigh(0.5 ** (passed_s / max(_HALF_S, 20 * self._width_s)))
+        self._seen_s += passed_s
         begun = (numbers + 1) * self._width_s <= now
         if begun.any():
             old = (now - (numbers[begun] + 0.5) * self._width_s)[:, None]
             young = np.maximum(old - passed_s, 0.0)
             within = np.minimum(old, EDGES[1:]) - np.maximum(young, EDGES[:-1])
-            self._exposed += counts[begun].T @ np.maximum(within, 0.0)
+            lived = counts[begun].T @ np.maximum(within, 0.0)
+            self._exposed += lived
+            if self.ready:
+                self._compare(float((lived * self._rates).sum()), passed_s)
+        self._num_came = 0
+
+    def _compare(self, expected: float, passed_s: float) -> None:
+        """Uses came. Where they are not what was to be expected, what was seen before says less of what is to come."""
+        self._surprise.note(expected, self._num_came, 0.5 ** (passed_s / max(_LATELY_S, 3 * self._width_s)))
+        if self._seen_s > max(_KEPT_S, 6 * self._width_s) and self._surprise.sure(self._clump()):
+            self._weigh(0.5)
+            self._surprise.forget()
+
+    def _weigh(self, share: float) -> None:
+        """What was seen so far counts by so much less."""
+        self._ended *= share
+        self._exposed *= share
+        self._seen_s *= share
+        self._num_ended *= share
+        self._num_pairs *= share
 
     def _widen(self) -> None:
         """Lives go on for so long that coarser cohorts will do."""
@@ -178,6 +200,7 @@ class ReuseModel:
     def _refresh(self) -> None:
         clump = self._clump()
         rates = np.vstack([reuse_rates(self._ended[kinds], self._exposed[kinds], clump) for kinds in GROUPS])
+        self._rates = rates
         hazard = rates * WIDTHS
         passed = np.hstack([np.zeros((NUM_KINDS, 1)), np.cumsum(hazard, axis=1)])
         likely = -np.expm1(-hazard)

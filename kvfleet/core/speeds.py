@@ -8,6 +8,7 @@ each token and token of context before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = ["PEER", "Line", "PrefillSpeed", "SourceSpeeds", "Speed"]
@@ -17,6 +18,8 @@ PEER = "peer:"
 
 _SOURCES_MAX = 1024  # measured at once; those not read longest are forgotten
 _KEEP = 0.7  # of an older load's weight: the last three or four count
+
+_LOOKS_S = (5.0, 30.0)  # first and longest pause between looks at a source that is not used
 
 _SAME = 1e-9  # share of the product of the squares below which all points lie in one direction
 
@@ -112,6 +115,8 @@ class _Source:
         self.stalled = False
         self.wanted = False
         self.read = False
+        self.look_at = 0.0
+        self.look_pause_s = _LOOKS_S[0]
 
     def speed(self) -> Speed | None:
         if self.line.num_points:
@@ -156,6 +161,26 @@ class SourceSpeeds:
         """A plan has looked at a source."""
         if source in self._sources:
             self._sources[source].wanted = True
+
+    def used(self, source: str, now: float) -> None:
+        """A plan loads from a source: that tells enough of it for now."""
+        found = self._sources.get(source)
+        if found is not None:
+            found.look_pause_s = _LOOKS_S[0]
+            found.look_at = now + found.look_pause_s
+
+    def look(self, sources: Iterable[str], now: float) -> bool:
+        """Whether sources that a plan does not use are to be looked at now.
+
+        Soon after they were used; then the more seldom the longer they are not. What a look brings is computed as well.
+        """
+        found = [self._source(name) for name in sources]
+        if any(now < source.look_at for source in found):
+            return False
+        for source in found:
+            source.look_at = now + source.look_pause_s
+            source.look_pause_s = min(2 * source.look_pause_s, _LOOKS_S[1])
+        return True
 
     def forget_unread(self) -> None:
         """Forget sources that were wanted since the last call and not read: what made them slow may be over."""

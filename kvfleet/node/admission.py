@@ -14,6 +14,8 @@ from kvfleet.node.waiting import now, within
 
 __all__ = ["Admitter"]
 
+_WRITERS_S = 2.0  # longest wait for clients that have slots to write into them
+
 
 class Admitter:
     """Reserves slots, moving blocks to the tier below when that makes room.
@@ -33,11 +35,12 @@ class Admitter:
         freed, self._freed = self._freed, asyncio.Event()
         freed.set()
 
-    async def changed(self, timeout_s: float) -> None:
-        """Wait for the next `freed`, or that long."""
+    async def changed(self, timeout_s: float) -> bool:
+        """Wait for the next `freed`, or that long. Returns whether it came."""
         freed = self._freed
         with contextlib.suppress(asyncio.TimeoutError):
             await within(timeout_s, freed.wait())
+        return freed.is_set()
 
     async def reserve(
         self,
@@ -57,7 +60,7 @@ class Admitter:
             client_id: of the writer; 0 for the manager.
             timeout_s: longest wait.
             patient: have room made at the cost of blocks in use, or wait for held ones to be let go. Otherwise only
-                wait for transfers, the saver's too.
+                wait for transfers, the saver's too, and for other writers.
             hints: of the writer.
         """
         deadline = now() + timeout_s
@@ -80,7 +83,9 @@ class Admitter:
             elif self._dram.placement.in_transfer:
                 await self.changed(remaining)
             elif not patient:
-                break
+                others = not granted and self._dram.num_reserved
+                if not (others and await self.changed(min(remaining, _WRITERS_S))):
+                    break
             elif not self._dram.give_way(blocks[left[0]].block.num_bytes):
                 await self.changed(remaining)
         granted.sort(key=lambda g: g.index)

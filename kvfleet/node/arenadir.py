@@ -123,7 +123,7 @@ class FileLock:
         """Whether any process has the lock of this file.
 
         Raises:
-            TierUnavailableError: the file is there but cannot be opened.
+            TierUnavailableError: the file is there but cannot be opened, or asked for its lock.
         """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -135,6 +135,8 @@ class FileLock:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError as error:
+            raise TierUnavailableError("dram", f"{path}: {error.strerror}") from error
         finally:
             os.close(fd)
         return False

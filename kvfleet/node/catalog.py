@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from kvfleet.errors import DirectoryUnavailableError, KvFleetError, StaleEpochEr
 from kvfleet.node.catalogbook import CatalogBook
 from kvfleet.node.catalogstatus import CatalogStatus
 from kvfleet.node.directorylink import CALL_TIMEOUT_S, DeltaReply, DirectoryLink, ObjectRequest
+from kvfleet.node.drivecalls import DaemonThreads
 from kvfleet.node.endpoint import SharedEndpoint
 from kvfleet.node.landing import settle
 from kvfleet.node.manifestwriter import APPEND_ROWS_MAX
@@ -69,7 +69,7 @@ class CatalogKeeper:
         self._publisher = publisher
         self._link = link
         self._config = config
-        self._threads = ThreadPoolExecutor(1 + _CALLS, "kvfleet-catalog")
+        self._threads = DaemonThreads(1 + _CALLS, "kvfleet-catalog")
         self._named = asyncio.Event()
         self._untold_life = 0
         self._book: CatalogBook | None = None

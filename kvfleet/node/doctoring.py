@@ -59,7 +59,7 @@ async def _checks(node: Node, link: DirectoryLink, seconds: float, *, repair: bo
     for check in await settle(None, lambda: list(check_host(node.config, node.home.arena.capacity_bytes))):
         yield check
     yield _arena_file(node)
-    findings = [*node.status().audit, *node.dram.holdings.audit(), *index_findings(node.dram), *_drive_findings(node)]
+    findings = [*node.audit(), *node.dram.holdings.audit(), *index_findings(node.dram), *_drive_findings(node)]
     agreed = f"records, slots and holdings agree on {len(node.dram.placement.records()):,} blocks"
     yield Check("books", "bad" if findings else "ok", "; ".join(findings[:5]) or agreed)
     yield await _blocks(node, seconds, repair=repair)

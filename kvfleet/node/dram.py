@@ -182,14 +182,15 @@ class DramTier:
 
     def note_accesses(self) -> None:
         """Tell placement what readers did since the last time, oldest first; of what was read at once parents first."""
-        now = self._records.last_access[: self._slots_end].copy()
-        slots = np.flatnonzero(now != self._seen_access[: self._slots_end])
-        order = np.lexsort((self._records.depths(slots), now[slots]))
-        for slot in slots[order].tolist():
-            key = self.placement.touch_slot(slot, int(now[slot]) / NS)
+        recent, seen = self._records.last_access[: self._slots_end], self._seen_access[: self._slots_end]
+        slots = np.flatnonzero(recent != seen)
+        times = recent[slots]  # a copy: readers go on
+        order = np.lexsort((self._records.depths(slots), times))
+        for slot, time in zip(slots[order].tolist(), times[order].tolist(), strict=True):
+            key = self.placement.touch_slot(slot, time / NS)
             if key is not None:
-                self.on_use(key, int(now[slot]) / NS)
-        self._seen_access[: len(now)] = now
+                self.on_use(key, time / NS)
+        seen[slots] = times
 
     def commit(self, slot: int, generation: int, checksum: int, *, brought: bool = False) -> bool:
         """Make a written block visible. False: the slot is not, or no longer, this reservation's.

@@ -32,21 +32,36 @@ T = TypeVar("T")
 
 
 class DaemonThreads(Executor):
-    """A pool of threads that do not keep the process from ending, as those of `ThreadPoolExecutor` would."""
+    """A pool of threads that do not keep the process from ending, as those of `ThreadPoolExecutor` would.
+
+    What is submitted when no thread is to be had, and there is none yet, fails with a `TierUnavailableError`. Nothing
+    that failed so is run later, as `ThreadPoolExecutor` would run it: its memory may be another's by then.
+
+    Threads: one at a time may submit.
+    """
 
     def __init__(self, threads_max: int, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads_max = threads_max
         self._threads: list[threading.Thread] = []
+        self._ended = False
 
     @override
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        if self._ended:
+            raise RuntimeError("the threads were told to end")
         future: Future[T] = Future()
         if len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: those that there are do it
+                if not self._threads:
+                    future.set_exception(TierUnavailableError(self._name, f"no thread for it: {error}"))
+                    return future
+            else:
+                self._threads.append(thread)
         self._jobs.put(lambda: _run(future, partial(fn, *args, **kwargs)))
         return future
 
@@ -58,6 +73,7 @@ class DaemonThreads(Executor):
     @override
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads once they are done with what was submitted."""
+        self._ended = True
         for _ in self._threads:
             self._jobs.put(None)
         if wait:
@@ -127,6 +143,16 @@ class _Lane:
         self.hands: list[_Hand] = []
         self.waiting: deque[_Call] = deque()
 
+    def refuse(self, reason: str) -> None:
+        """Fail what waits."""
+        while True:
+            try:
+                call = self.waiting.popleft()
+            except IndexError:
+                return
+            call.done.set_exception(TierUnavailableError(TIER, reason))
+            call.done.exception()  # whoever asked may be gone
+
 
 class DriveCalls:
     """Runs what blocks on a drive.
@@ -162,19 +188,13 @@ class DriveCalls:
         """Begin no more calls; those that wait for their turn fail."""
         self._failure = self._failure or reason
         for lane in self._lanes.values():
-            while True:
-                try:
-                    call = lane.waiting.popleft()
-                except IndexError:
-                    break
-                call.done.set_exception(TierUnavailableError(TIER, reason))
-                call.done.exception()  # whoever asked may be gone
+            lane.refuse(reason)
 
     async def read(self, work: Callable[[], T]) -> T:
         """Run a call that writes to memory of the caller's: if we are cancelled meanwhile, still wait for its end.
 
         Raises:
-            TierUnavailableError: the drive failed before its turn came.
+            TierUnavailableError: the drive failed before its turn came, or no thread was to be had for it.
         """
         lane, call = self._begin("read", lambda _: work())
         try:
@@ -229,7 +249,10 @@ class DriveCalls:
 
     def _ended(self, lane: _Lane, hand: _Hand, job: asyncio.Future[None]) -> None:
         lane.hands.remove(hand)
-        job.result()
+        try:
+            job.result()
+        except TierUnavailableError as error:  # there is no thread
+            lane.refuse(error.detail)
         self._next(lane)  # it may have seen an empty queue just before
         if not any(other.hands for other in self._lanes.values()):
             self._idle.set()
@@ -240,7 +263,7 @@ class DriveCalls:
 
     async def close(self, work: Callable[[], object]) -> None:
         """Run the last call of all, and end the threads."""
-        lane = self._lanes["look"]
+        lane = self._lanes["read"]  # it has a thread if there is anything to close: it was opened there
         try:
             await settled(asyncio.get_running_loop().run_in_executor(lane.threads, work))
         finally:

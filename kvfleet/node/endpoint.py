@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Literal
@@ -15,6 +14,7 @@ from kvfleet.config import FleetConfig
 from kvfleet.core.breaker import ProbedBreaker
 from kvfleet.core.lost import LostCopies
 from kvfleet.errors import TierError, TierFullError
+from kvfleet.node.drivecalls import DaemonThreads
 from kvfleet.node.landing import settle
 from kvfleet.node.shared import SharedTier
 from kvfleet.node.waiting import now, within
@@ -70,7 +70,7 @@ class SharedEndpoint:
         }
         self.recovers_s = _RECOVERS_INTERVALS * config.shared_probe_s + self._probe_timeout_s
         self._lost = LostCopies(_LOST_MAX, _LOST_S)
-        self._executor = ThreadPoolExecutor(len(self._breakers), "kvfleet-probe")
+        self._executor = DaemonThreads(len(self._breakers), "kvfleet-probe")
         self._wake = asyncio.Event()
 
     @property

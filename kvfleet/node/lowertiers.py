@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvfleet.config import FleetConfig
-from kvfleet.core.admission import shared_takes
+from kvfleet.core.admission import PREFIX_PART, UNBOUNDED, shared_takes
 from kvfleet.core.block import BlockKey
 from kvfleet.core.inventory import split_records
 from kvfleet.core.placement import Gate, LowerTier, Transfer
 from kvfleet.node.catalog import CatalogKeeper
 from kvfleet.node.codecs import codec_of
 from kvfleet.node.dram import DramTier
+from kvfleet.node.drivecalls import DaemonThreads
 from kvfleet.node.endpoint import SharedEndpoint
 from kvfleet.node.localdrives import LocalDrives
 from kvfleet.node.publishing import DeltaReply, DirectoryLink, Publisher
@@ -26,7 +26,6 @@ from kvfleet.node.waiting import now
 
 __all__ = ["LowerTiers"]
 
-_UNBOUNDED = 1 << 62
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -52,7 +51,7 @@ class LowerTiers:
         """
         self._config = config
         # Threads of their own, so that a shared tier that hangs on writes holds up nothing else.
-        self._threads = ThreadPoolExecutor(2 * config.save_inflight_max, "kvfleet-save")
+        self._threads = DaemonThreads(2 * config.save_inflight_max, "kvfleet-save")
         self.endpoint: SharedEndpoint | None = None
         if config.shared_url is not None:
             codec = codec_of(config.shared_codec, "shared_codec")
@@ -70,10 +69,10 @@ class LowerTiers:
             self.gates["shared"] = shared_takes
 
     @property
-    def capacity_bytes(self) -> int:
-        """What the larger of them holds, of this node's blocks or of all nodes'."""
-        shared = 0 if self.endpoint is None else self._config.shared_bytes_max or _UNBOUNDED
-        return max(shared, 0 if self.drives is None else self.drives.nvme.capacity_bytes)
+    def prefix_bytes_max(self) -> int:
+        """How long a prefix can be kept in one of them; not to the last slot, as drives do not fill evenly."""
+        shared = 0 if self.endpoint is None else self._config.shared_bytes_max or UNBOUNDED
+        return max(shared, 0 if self.drives is None else int(PREFIX_PART * self.drives.nvme.capacity_bytes))
 
     def join(self, dram: DramTier, publisher: Publisher, link: DirectoryLink, home: NodeHome) -> None:
         """Make those who write to the tiers. Nothing runs yet."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ __all__ = [
     "CommitReply",
     "CommitRequest",
     "FetchRequest",
+    "HintRequest",
     "HoldRequest",
     "LoadProgress",
     "LoadRequest",
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 Bytes = npt.NDArray[np.uint8]
-NamespaceIndex = NewType("NamespaceIndex", int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +82,7 @@ class ReserveRequest:
 
     Attributes:
         client_id: nonzero; its lock file is held by the client.
-        sequence: grows with each request of this client; an older one is refused. A reservation replaces
-            whatever the client had reserved before: a client has one at a time.
+        sequence: grows with each request of this client; an older one is refused, a newer one ends what it reserved.
         namespace: of all keys.
         keys: packed, consecutive blocks of one prefix.
         parent: key of the block before the first, or b"" if the first is the root's child.
@@ -172,10 +170,7 @@ class CommitRequest:
 
 @dataclass(frozen=True, slots=True)
 class CommitReply:
-    """How many blocks became visible, and whether the directory knows them.
-
-    `committed` counts blocks that are readable now, whoever wrote them.
-    """
+    """How many blocks are readable now, whoever wrote them, and whether the directory knows them."""
 
     committed: int
     published: bool
@@ -288,8 +283,7 @@ class WindowPart:
         start: byte offset within the block.
         num_bytes: of the whole block.
         checksum: xxh3-64 of the whole block.
-        data: uint8, the range's bytes. At the holder a view of the arena, at the reader a read-only view of
-            Ray's object store.
+        data: uint8, the range's bytes: a view of the arena at the holder, of Ray's store, read-only, at the reader.
     """
 
     index: int

@@ -5,8 +5,8 @@ one has. Clients look for a file twice a second; a request costs them some 20 µ
 for `ALIVE_S` a recording has ended, whatever became of who began it.
 
     header   32 bytes: magic, who records, when the file was made by the node's monotonic clock
-    requests one after the other: length, the client's losses before it, wall time, tokens of prompt and block, hints
-             (the digest of a session or zeros; a turn or 0; whether it is the final one), keys
+    requests one after the other: length, the client's losses before it, wall time, tokens of prompt and block, bytes of
+             a token, hints (the digest of a session or zeros; a turn or 0; whether it is the final one), keys
 
 Keys and sessions are in it as they are: the file is as private as the arena.
 """
@@ -34,9 +34,9 @@ FILE_BYTES_MAX = 16 << 20
 """Of what is asked between two reads: a million blocks."""
 
 _FILE = "recording"
-_MAGIC = b"kvrecrd2"
+_MAGIC = b"kvrecrd3"
 _HEADER = struct.Struct("<8s16sQ")
-_ASKED = struct.Struct("<IIQII16sI?")
+_ASKED = struct.Struct("<IIQIIQ16sI?")
 _NO_SESSION = bytes(SESSION_BYTES)
 _LOOK_EVERY_S = 0.5
 _WRITERS_WAIT_S = 0.1  # for clients that are appending
@@ -53,6 +53,7 @@ class Asked:
         block_tokens: of a block.
         keys: of its whole blocks, packed.
         hints: of it; their priority is not recorded.
+        token_bytes: of a token's KV, all shards; 0: not known.
     """
 
     time_ns: int
@@ -60,11 +61,12 @@ class Asked:
     block_tokens: int
     keys: bytes
     hints: Hints = NO_HINTS
+    token_bytes: int = 0
 
     def pack(self, lost: int) -> bytes:
         """As it is in the file, with the number that were lost before it."""
         size, known = _ASKED.size + len(self.keys), self.hints
-        head = size, lost, self.time_ns, self.prompt_tokens, self.block_tokens
+        head = size, lost, self.time_ns, self.prompt_tokens, self.block_tokens, self.token_bytes
         return _ASKED.pack(*head, known.session or _NO_SESSION, known.turn or 0, known.final) + self.keys
 
 
@@ -87,10 +89,12 @@ class Recorder:
     Args:
         block_tokens: tokens in a block.
         shard: of the client: the first one notes what all are asked.
+        token_bytes: of a token's KV, all shards; 0: not known.
     """
 
-    def __init__(self, block_tokens: int, shard: int = 0) -> None:
+    def __init__(self, block_tokens: int, shard: int = 0, token_bytes: int = 0) -> None:
         self._block_tokens = block_tokens
+        self._token_bytes = token_bytes
         self._silent = bool(shard)
         self._look_at = 0.0
         self._lock = threading.Lock()
@@ -112,7 +116,8 @@ class Recorder:
         if arena is None or self._silent or now < self._look_at:
             return
         tokens = max(prompt_tokens, len(keys) // KEY_BYTES * self._block_tokens)
-        asked, path = Asked(time_ns, tokens, self._block_tokens, keys, hints), arena.path.parent / _FILE
+        asked = Asked(time_ns, tokens, self._block_tokens, keys, hints, self._token_bytes)
+        path = arena.path.parent / _FILE
         with self._lock:
             lost, self._lost = self._lost, 0
         try:
@@ -245,7 +250,8 @@ def read_asked(packed: bytes) -> Iterator[tuple[Asked | None, int]]:
         if size < _ASKED.size or (size - _ASKED.size) % KEY_BYTES or at + size > len(packed):
             yield None, 1  # its writer was killed; what is behind it cannot be told apart
             return
-        time_ns, prompt_tokens, block_tokens, session, turn, final = rest
+        time_ns, prompt_tokens, block_tokens, token_bytes, session, turn, final = rest
         hints = Hints(session if session != _NO_SESSION else b"", turn or None, final)
-        yield Asked(time_ns, prompt_tokens, block_tokens, packed[at + _ASKED.size : at + size], hints), lost
+        keys = packed[at + _ASKED.size : at + size]
+        yield Asked(time_ns, prompt_tokens, block_tokens, keys, hints, token_bytes), lost
         at += size

@@ -78,7 +78,7 @@ class SharedTier:
         Raises:
             TierError: what does not work.
         """
-        path, data = f"check-{uuid.uuid4().hex}", b"kvfleet"
+        path, data = self._probe_path, b"kvfleet"  # one, however often it cannot be deleted
         self._objects.make_root()
         self._objects.put(path, data, timeout_s)
         found = self._objects.get(path, len(data) + 1, timeout_s)

@@ -29,6 +29,7 @@ class NodeStatus:
         loaded_bytes: by source.
         sent_bytes: to other nodes.
         shared_problem: why the shared tier's last answer was an error, or "".
+        shared_tried: it was tried out, or there is none; False right after the start of the manager.
         shared_counts: what became of requests to the shared tier, by reason; `SharedEndpoint.counts`.
         saved_blocks: written to the shared tier; `save_failures` attempts failed.
         resyncs: full inventories sent to the directory.
@@ -38,7 +39,7 @@ class NodeStatus:
         totals: what this node's clients asked for and got, those that are gone included, since the arena was made.
         drives: of its NVMe tier.
         catalog: of the shared tier, if this node keeps it.
-        audit: what is wrong with the books; empty if all is well.
+        audit: what is wrong with the books; empty if all is well, or there is too much to look at in passing.
     """
 
     node_id: str
@@ -57,6 +58,7 @@ class NodeStatus:
     loaded_bytes: dict[str, int] | None = None
     sent_bytes: int = 0
     shared_problem: str = ""
+    shared_tried: bool = True
     shared_counts: dict[str, int] | None = None
     saved_blocks: int = 0
     save_failures: int = 0

@@ -89,13 +89,13 @@ class Writers:
         )
 
     def _fit(self, request: ReserveRequest) -> int:
-        """How many of the blocks are of a prefix no larger than this node's largest tier: more would push out its head.
+        """How many of the blocks are of a prefix that fits this node's largest tier: more would push out its head.
 
         Of a block's shards those count that this node is known to have.
         """
         placement = self._dram.placement
         shards = max(1, len(placement.shards(BlockKey(request.parent)))) if request.parent else 1
-        prefix_bytes = max(self._dram.arena.capacity_bytes, self._lower.capacity_bytes)
+        prefix_bytes = max(self._dram.arena.capacity_bytes, self._lower.prefix_bytes_max)
         return min(len(request.keys) // KEY_BYTES, max(0, prefix_bytes // (request.num_bytes * shards) - request.depth))
 
     def _note(self, hints: Hints, keys: list[BlockKey], parent: BlockKey | None) -> None:

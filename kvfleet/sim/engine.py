@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfleet.core.planner import Leg, Piece, Planner
-from kvfleet.planning import FORGET_S, PROBE_BLOCKS, PROBE_S
+from kvfleet.planning import FORGET_S
 from kvfleet.sim.config import SimConfig
 
 __all__ = ["SimEngine"]
@@ -23,7 +23,6 @@ class SimEngine:
         self._config = config.engine
         self._block_bytes = config.block_bytes
         self._block_tokens = block_tokens
-        self._probe_at = 0.0
         self._forget_at = FORGET_S
         self._due: Leg | None = None
         self.planner = Planner()
@@ -36,19 +35,16 @@ class SimEngine:
 
     def plan(self, pieces: Sequence[Piece], prompt_tokens: int, now: float) -> tuple[Leg, Leg | None]:
         """What to load of a hit before the engine computes, and while it does."""
-        num_blocks = pieces[-1].stop if pieces else 0
         if not self._config.planned or not pieces:
-            return Leg(0, num_blocks), None
+            return Leg(0, pieces[-1].stop if pieces else 0), None
         if now >= self._forget_at:
             self._forget_at = now + FORGET_S
             self.planner.sources.forget_unread()
         plan = self.planner.plan(
             pieces, self._block_bytes, self._block_tokens, prompt_tokens, can_split=self._config.can_split
         )
-        if plan.tail is None and plan.head.stop < num_blocks and now >= self._probe_at:
-            self._probe_at = now + PROBE_S
-            stop = next(piece.stop for piece in pieces if piece.stop > plan.head.stop)
-            self._due = Leg(plan.head.stop, min(stop, plan.head.stop + PROBE_BLOCKS))
+        look = self.planner.look(plan, pieces, now)
+        self._due = None if look is None else Leg(look.start, look.stop)
         return plan.head, plan.tail
 
     def due(self) -> Leg | None:

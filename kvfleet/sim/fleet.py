@@ -16,7 +16,7 @@ cache in device memory; faults; blocks that are found while they are still being
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -163,7 +163,13 @@ class SimFleet:
         self._at(self._load(prompt, head, now), self._ready, prompt)
         look = engine.due()
         if look is not None:
-            load(self._around[number], keys, look, hit.runs, now)
+            self._look(number, keys, look, hit.runs, now)
+
+    def _look(self, number: int, keys: list[BlockKey], leg: Leg, runs: Sequence[Run], now: float) -> None:
+        """Load blocks that nobody waits for, to learn how fast their source is."""
+        loaded = load(self._around[number], keys, leg, runs, now)
+        self.tally.calls["look"] += 1
+        self.tally.looks.update(loaded.outcomes)
 
     def _lookup(self, node: SimNode, keys: list[BlockKey]) -> _Hit:
         """What is at the node, and what the directory says of the rest."""

@@ -8,9 +8,10 @@ Alibaba Bailian (ATC'25, github.com/alibaba-edu/qwen-bailian-usagetraces-anon), 
 
     {"chat_id": n, "parent_chat_id": n, or -1, "timestamp": s, "turn": n, and input_length, output_length, hash_ids}
 
-Ours, a first line and then one a request, with 16 hex digits a whole block, and what is known of the session::
+Ours, a first line and then one a request, with 16 hex digits a whole block, and what is known of the session; the first
+line has the bytes of a token's KV, if they are known::
 
-    {"format": "kvfleet-trace-1", "block_tokens": n}
+    {"format": "kvfleet-trace-1", "block_tokens": n, "token_bytes": n}
     {"time_s": s, "prompt_tokens": n, "output_tokens": n, "keys": "...", "session": "...", "turn": n, "final": true}
 """
 
@@ -66,13 +67,15 @@ class Format(ABC):
 
     Attributes:
         block_tokens: tokens in a block.
+        token_bytes: of a token's KV; None: not known.
         headed: the first line is no request.
     """
 
     headed = False
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, token_bytes: int | None = None) -> None:
         self.block_tokens = block_tokens
+        self.token_bytes = token_bytes
 
     @abstractmethod
     def parse(self, fields: Mapping[str, Any]) -> Line:
@@ -164,11 +167,13 @@ class OwnWriter:
     Args:
         file: to write to; the first line is written at once.
         block_tokens: tokens in a block.
+        token_bytes: of a token's KV; 0: not known.
     """
 
-    def __init__(self, file: TextIO, block_tokens: int) -> None:
+    def __init__(self, file: TextIO, block_tokens: int, token_bytes: int = 0) -> None:
         self._file = file
-        file.write(json.dumps({"format": OWN, "block_tokens": block_tokens}) + "\n")
+        known = {"token_bytes": token_bytes} if token_bytes else {}
+        file.write(json.dumps({"format": OWN, "block_tokens": block_tokens, **known}) + "\n")
 
     def write(self, line: Line) -> None:
         """Write a request."""
@@ -192,7 +197,8 @@ def format_of(fields: Mapping[str, Any]) -> Format:
     if "format" in fields:
         if fields["format"] != OWN:
             raise BadLineError(f"format {fields['format']!r} is not known here: {OWN!r} is")
-        return Own(_integer(fields, "block_tokens", 1, _TOKENS_MAX))
+        token_bytes = _integer(fields, "token_bytes", 1, _TOKENS_MAX) if "token_bytes" in fields else None
+        return Own(_integer(fields, "block_tokens", 1, _TOKENS_MAX), token_bytes)
     if "hash_ids" not in fields:
         raise BadLineError("it is of no known trace: Mooncake's and Alibaba Bailian's have hash_ids, ours a format")
     return Bailian(BAILIAN_BLOCK_TOKENS) if "chat_id" in fields else Mooncake(MOONCAKE_BLOCK_TOKENS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvfleet.core.admission import shared_takes
+from kvfleet.core.admission import PREFIX_PART, UNBOUNDED, shared_takes
 from kvfleet.core.block import BlockKey
 from kvfleet.core.directory import NodeId
 from kvfleet.core.hints import NO_HINTS, Hints
@@ -25,7 +25,6 @@ from kvfleet.sim.shared import SimShared
 __all__ = ["SimNode", "Stored"]
 
 _RESERVE_FRACTION = 0.25  # of the arena, in one call: as `FleetConfig` has it
-_SAVES_AT_ONCE = _UNBOUNDED = 1 << 62
 _SHARD = SHARD.to_bytes(2, "little")
 
 
@@ -71,9 +70,9 @@ class SimNode:
             gates["shared"] = shared_takes
         self._lower = tuple(gates)
         self.arena = SimArena(config.dram_bytes, size, policy, gates)
-        below = 0 if self.drive is None else self.drive.capacity_bytes
+        below = 0 if self.drive is None else int(PREFIX_PART * self.drive.capacity_bytes)
         if shared is not None:
-            below = max(below, config.shared_bytes_max or _UNBOUNDED)
+            below = max(below, config.shared_bytes_max or UNBOUNDED)
         self._prefix_blocks_max = max(self.arena.capacity_bytes, below) // size
         self._batch_blocks = max(1, int(self.arena.capacity_bytes * _RESERVE_FRACTION) // size)
         self.holders = Holders(self.node_id)
@@ -128,7 +127,8 @@ class SimNode:
 
     def bring(self, block: NewBlock, depth: int, now: float) -> bool:
         """Have a block that arrives in the arena, held once. False: there is no room."""
-        if block.key not in self._reserve([block], depth, now, None):
+        granted, _ = self._reserve([block], depth, now, None)
+        if not granted:
             return False
         self.arena.commit(block.key, now, brought=True)
         self.arena.placement.hold(block.key)
@@ -155,29 +155,39 @@ class SimNode:
             now: seconds.
             hints: of who stores them.
         """
-        done = Stored()
-        for first in range(0, len(blocks), self._batch_blocks):
+        done, first = Stored(), 0
+        while first < len(blocks):
             batch = blocks[first : first + self._batch_blocks]
             if all(self.arena.has(block.key) for block in batch):
+                first += len(batch)
                 continue
             done.calls += 1
             fit = max(0, self._prefix_blocks_max - depth - first)  # as `kvfleet.node.writers` has it
-            granted = self._reserve(batch[:fit], depth + first, now, hints)
-            refused = [b.key for b in batch if b.key not in granted and not self.arena.has(b.key)]
-            done.refused += tuple(refused)
+            granted, num_refused = self._reserve(batch[:fit], depth + first, now, hints)
             if granted:
                 done.calls += 1
                 for key in granted:
                     self.arena.commit(key, now, brought=False)
                 done.stored += len(granted)
+                if num_refused:  # there may be room now
+                    first += 1 + max(i for i, block in enumerate(batch) if block.key in granted)
+                    continue
+            refused = [block.key for block in batch if not self.arena.has(block.key)]
+            done.refused += tuple(refused)
             if refused:
                 break
+            first += len(batch)
         return done
 
-    def _reserve(self, blocks: Sequence[NewBlock], depth: int, now: float, hints: Hints | None) -> dict[BlockKey, None]:
-        """Slots for blocks that are not here, moving others down if that makes room. Their keys.
+    def _reserve(
+        self, blocks: Sequence[NewBlock], depth: int, now: float, hints: Hints | None
+    ) -> tuple[dict[BlockKey, None], int]:
+        """Slots for blocks that are not here, moving others down if that makes room.
 
         A load, which has no hints, has blocks in use leave for it.
+
+        Returns:
+            The keys of those that got one, and how many found no room.
         """
         self._now = now
         got: dict[BlockKey, None] = {}
@@ -193,7 +203,7 @@ class SimNode:
                 self._move(admission.transfers, now)
             elif left and (hints is not None or not self.arena.give_way()):
                 break
-        return got
+        return got, len(left)
 
     # down
 
@@ -201,7 +211,7 @@ class SimNode:
         """Write behind what is to be written."""
         self._now = now
         for tier in self._lower:
-            while transfers := self.arena.placement.next_saves(tier, _SAVES_AT_ONCE):
+            while transfers := self.arena.placement.next_saves(tier, UNBOUNDED):
                 self._move(transfers, now)
 
     def _move(self, transfers: Sequence[Transfer], now: float) -> None:

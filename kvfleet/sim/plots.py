@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +16,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["hits_over_capacity", "policies_side_by_side", "save_plots", "ttft_over_capacity"]
+__all__ = ["hits_over_capacity", "need_matplotlib", "policies_side_by_side", "save_plots", "ttft_over_capacity"]
 
 _MILLION = 1e6
 _SIZE = (7.0, 4.2)
+
+
+def need_matplotlib() -> None:
+    """Nothing, if plots can be made.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError("plots", "they need matplotlib: pip install 'kvfleet-ray[plots]'")
 
 
 def hits_over_capacity(reports: Sequence[Report], optimum: Mapping[int, float] | None = None) -> Figure:
@@ -93,10 +104,9 @@ def _by_policy(reports: Sequence[Report]) -> list[tuple[str, list[Report]]]:
 
 
 def _new(title: str, label: str) -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots", "they need matplotlib: pip install 'kvfleet-ray[plots]'") from error
+    need_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title)
@@ -108,5 +118,5 @@ def _new(title: str, label: str) -> tuple[Figure, Axes]:
 
 def _done(figure: Figure, axes: Axes) -> Figure:
     if axes.get_legend_handles_labels()[0]:  # where nothing hit, there is no bar
-        axes.legend()
+        figure.legend(loc="outside right center")  # inside, it would lie on bars
     return figure

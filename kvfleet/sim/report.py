@@ -40,6 +40,7 @@ class Report:
         drive_writes_a_day: the same, in rated capacities.
         peer_bytes: that went between nodes.
         shared_read_bytes: of the shared tier.
+        shared_look_bytes: of these, those that were read only to learn how fast it is: they are no hits.
         shared_written_bytes: to it.
         shared_deleted_bytes: from it.
         calls: remote calls a request, by name.
@@ -64,6 +65,7 @@ class Report:
     drive_writes_a_day: float
     peer_bytes: int
     shared_read_bytes: int
+    shared_look_bytes: int
     shared_written_bytes: int
     shared_deleted_bytes: int
     calls: dict[str, float]
@@ -108,6 +110,7 @@ def report_of(fleet: SimFleet, block_tokens: int) -> Report:
         drive_writes_a_day=_share(a_day, rated),
         peer_bytes=sum(node.into.num_bytes for node in nodes),
         shared_read_bytes=sum(node.objects.num_bytes for node in nodes if node.objects is not None),
+        shared_look_bytes=tally.looks[Source.SHARED] * config.block_bytes,
         shared_written_bytes=0 if fleet.shared is None else fleet.shared.written_bytes,
         shared_deleted_bytes=0 if fleet.shared is None else fleet.shared.deleted_bytes,
         calls={name: _share(count, tally.requests) for name, count in sorted(tally.calls.items())},

@@ -20,6 +20,7 @@ class Tally:
     Attributes:
         requests: so far.
         blocks: by what became of them; all whole blocks of all prompts are in one of them.
+        looks: the same of blocks that nobody waited for, loaded to learn how fast a source is.
         prompt_tokens: of all prompts.
         loaded_tokens: of these, that were not computed.
         ttft_s: of each request, from its arrival to the end of its prompt.
@@ -33,6 +34,7 @@ class Tally:
 
     requests: int = 0
     blocks: Counter[Outcome] = field(default_factory=Counter)
+    looks: Counter[Outcome] = field(default_factory=Counter)
     prompt_tokens: int = 0
     loaded_tokens: int = 0
     ttft_s: array[float] = field(default_factory=lambda: array("d"))

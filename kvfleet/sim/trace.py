@@ -49,10 +49,12 @@ class Trace:
     Attributes:
         block_tokens: tokens in a block.
         requests: of the trace.
+        token_bytes: of a token's KV; None: not known.
     """
 
     block_tokens: int
     requests: Sequence[Request]
+    token_bytes: int | None = None
 
     @property
     def references(self) -> int:
@@ -75,10 +77,10 @@ def load_trace(path: Path) -> Trace:
         ConfigError: it cannot be read, or is none; with the number of the first line that is wrong.
     """
     try:
-        requests, block_tokens, whole = [], 0, 0
+        requests, block_tokens, token_bytes, whole = [], 0, None, 0
         numbers: dict[int, int] = {}
         for line, shape in _lines(path):
-            block_tokens = shape.block_tokens
+            block_tokens, token_bytes = shape.block_tokens, shape.token_bytes
             whole += line.prompt_tokens // block_tokens
             requests.append(_request(line, block_tokens, numbers))
     except OSError as error:
@@ -88,7 +90,7 @@ def load_trace(path: Path) -> Trace:
     if sum(len(request.keys) for request in requests) < _COVERED_MIN * whole:
         raise ConfigError("", f"{path}: it has too few block ids for its prompts: its blocks are not of {block_tokens}")
     requests.sort(key=lambda request: request.time_s)
-    return Trace(block_tokens, requests)
+    return Trace(block_tokens, requests, token_bytes)
 
 
 def _lines(path: Path) -> Iterator[tuple[Line, Format]]:

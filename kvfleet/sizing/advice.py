@@ -75,6 +75,8 @@ class Question:
             raise ConfigError("ttft", f"must be more than 0, is {self.ttft_s}")
         if not self.traffic.counted():
             raise ConfigError("trace", "it has no requests")
+        if not any(request.prompt_tokens for request in self.traffic.counted()):
+            raise ConfigError("trace", "its prompts are empty")
         if not self.traffic.per_s():
             raise ConfigError("trace", "its requests come all at once: how many come a second cannot be told")
 

@@ -17,8 +17,6 @@ from kvfleet.sizing.table import MODELS
 
 __all__ = ["Model", "find_model", "read_model"]
 
-_SUGGESTED = 6
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
@@ -63,9 +61,9 @@ def find_model(name: str) -> Model:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        near = [known for known in MODELS if key.split("-")[0] in known][:_SUGGESTED]
-        known = f"; known are {', '.join(near or list(MODELS)[:_SUGGESTED])} …" if MODELS else ""
-        raise ConfigError("model", f"{name!r} is neither a known model nor a config.json{known}")
+        near = [known for known in MODELS if key.split("-")[0] in known]
+        known = ", ".join(near or MODELS)
+        raise ConfigError("model", f"{name!r} is neither a known model nor a config.json; known are {known}")
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -112,14 +110,14 @@ class _Sizes:
     def __init__(self, config: Mapping[str, object], geometry: Geometry) -> None:
         self._config = config
         self._geometry = geometry
-        self._hidden = self._int("hidden_size", "n_embd")
-        self._heads = self._int("num_attention_heads", "n_head")
+        self._hidden = self._int("hidden_size", "n_embd", least=1)
+        self._heads = self._int("num_attention_heads", "n_head", least=1)
         self._head_dim = self._int("head_dim", default=self._hidden // self._heads)
 
-    def _int(self, *names: str, default: int | None = None) -> int:
+    def _int(self, *names: str, default: int | None = None, least: int = 0) -> int:
         for name in names:
             value = self._config.get(name)
-            if type(value) is int and value >= 0:
+            if type(value) is int and value >= least:
                 return value
         if default is None:
             raise ConfigError("model", f"the config has no {names[0]}")
@@ -129,17 +127,19 @@ class _Sizes:
         """All weights, and those that a token is multiplied with."""
         layers, hidden = self._geometry.num_layers, self._hidden
         dense = 3 * hidden * self._int("intermediate_size", "n_inner", default=8 * hidden // 3)
-        experts = self._int("n_routed_experts", "num_experts", "num_local_experts", default=0)
-        num_dense = self._int("first_k_dense_replace", default=0) if experts else layers
+        experts = self._int("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", default=0)
+        num_dense = self._int("first_k_dense_replace", "moe_layer_start_index", default=0) if experts else layers
+        num_sparse = max(0, layers - num_dense)
         expert = 3 * hidden * self._int("moe_intermediate_size", "intermediate_size", default=0)
-        each = self._attention() * layers + dense * num_dense
-        shared = self._int("n_shared_experts", default=0)
-        routed = (layers - num_dense) * expert
+        shared = expert * self._int("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0)
+        shared += 3 * hidden * self._int("shared_expert_intermediate_size", default=0)
+        each = self._attention() * layers + dense * (layers - num_sparse) + shared * num_sparse
+        routed = num_sparse * expert
         words = hidden * self._int("vocab_size", default=0)
         tied = self._config.get("tie_word_embeddings") is True
-        total = each + routed * (experts + shared) + words * (1 if tied else 2)
-        chosen = self._int("num_experts_per_tok", default=0)
-        return total, each + routed * (chosen + shared) + words
+        total = each + routed * experts + words * (1 if tied else 2)
+        chosen = self._int("num_experts_per_tok", "moe_k", default=0)
+        return total, each + routed * chosen + words
 
     def _attention(self) -> int:
         """Weights of a layer's attention."""

@@ -109,7 +109,7 @@ def serve(traffic: Traffic, sizes: Sizes, token_bytes: int, fleet: Fleet, engine
         policy: what the cache keeps, by name.
 
     Raises:
-        ConfigError: the drives hold next to nothing.
+        ConfigError: a tier holds next to nothing.
     """
     config = _config(traffic, sizes, token_bytes, policy)
     simulated = SimFleet(config, traffic.block_tokens)
@@ -145,22 +145,27 @@ def _config(traffic: Traffic, sizes: Sizes, token_bytes: int, policy: str) -> Si
     def scaled(num_bytes: float) -> int:
         return min(enough, int(num_bytes * traffic.share / block_bytes)) * _SIM_BLOCK
 
-    drives = SimDrives()
-    if sizes.nvme:
-        if scaled(sizes.nvme) < _DRIVE_BLOCKS_MIN * _SIM_BLOCK:
-            least_gb = _DRIVE_BLOCKS_MIN * block_bytes / traffic.share / GB
+    def check(name: str, what: str, num_bytes: int, blocks: int) -> None:
+        if scaled(num_bytes) < blocks * _SIM_BLOCK:
             raise ConfigError(
-                "nvme",
-                f"all drives of the fleet together have {sizes.nvme / GB:.3g} GB: for what is simulated they must hold "
-                f"{_DRIVE_BLOCKS_MIN} blocks, {least_gb:.3g} GB",
+                name,
+                f"{what} of the fleet has {num_bytes / GB:.3g} GB in all: for what is simulated it must have room for "
+                f"{blocks} of its blocks, {blocks * block_bytes / traffic.share / GB:.3g} GB",
             )
+
+    check("dram", "the memory", sizes.dram, 1)
+    drives = SimDrives()
+    if sizes.shared:
+        check("shared", "the shared tier", sizes.shared, 1)
+    if sizes.nvme:
+        check("nvme", "the drives", sizes.nvme, _DRIVE_BLOCKS_MIN)
         drives = SimDrives(max_bytes=scaled(sizes.nvme), read=_AT_ONCE, write_bytes_per_s=math.inf, dwpd=_NO_BUDGET)
     return SimConfig(
         block_bytes=_SIM_BLOCK,
-        dram_bytes=max(_SIM_BLOCK, scaled(sizes.dram)),
+        dram_bytes=scaled(sizes.dram),
         drives=drives,
         shared=_AT_ONCE if sizes.shared else None,
-        shared_bytes_max=max(_SIM_BLOCK, scaled(sizes.shared)) if sizes.shared else None,
+        shared_bytes_max=scaled(sizes.shared) if sizes.shared else None,
         dram=_AT_ONCE,
         network=_AT_ONCE,
         engine=EngineConfig(prefill=PrefillSpeed(0.0), planned=False),

@@ -21,7 +21,7 @@ _NAMES = {"dram": "the memory", "nvme": "the drives", "shared": "the shared tier
 def verdict(found: Answer, prices: Prices, fleet: Fleet) -> tuple[bool, tuple[str, ...]]:
     """Whether to buy it, and why; then what else to know. `found` has all but these two."""
     worth_it, why = _why(found)
-    notes = _notes(found) if found.requests.repeated >= REPEATED_MIN else ()
+    notes = _notes(found, fleet) if found.requests.repeated >= REPEATED_MIN else ()
     return worth_it, (why, *notes, *_assumed(found, prices, fleet))
 
 
@@ -34,7 +34,7 @@ def _why(found: Answer) -> tuple[bool, str]:
     if found.compute_saved < _SAVED_MIN:
         return False, _saves_nothing(found)
     gain = found.gpus.saved_month_price - found.cache_month_price
-    faster = f"TTFT p50 falls from {_time(found.plain_ttft_s[0])} to {_time(found.ttft_s[0])}"
+    faster = _faster(found)
     if gain < 0:
         return False, (
             f"Not worth the money: it costs ${-gain:,.0f} a month more than the GPU time that it saves. {faster}: buy "
@@ -44,6 +44,14 @@ def _why(found: Answer) -> tuple[bool, str]:
         f"Worth it: it saves {found.compute_saved:.0%} of the time of prefill, ${gain:,.0f} a month after its own "
         f"cost; {faster}."
     )
+
+
+def _faster(found: Answer) -> str:
+    """The first of p50, p90 and p99 that can be seen to fall."""
+    for name, plain_s, with_s in zip(("p50", "p90", "p99"), found.plain_ttft_s, found.ttft_s, strict=True):
+        if _time(plain_s) != _time(with_s):
+            return f"TTFT {name} {'falls' if with_s < plain_s else 'rises'} from {_time(plain_s)} to {_time(with_s)}"
+    return "TTFT stays as it is"
 
 
 def _saves_nothing(found: Answer) -> str:
@@ -58,45 +66,47 @@ def _saves_nothing(found: Answer) -> str:
     )
 
 
-def _notes(found: Answer) -> Iterator[str]:
+def _notes(found: Answer, fleet: Fleet) -> Iterator[str]:
     """What to look at besides."""
     for tier in found.tiers:
         if _useless(found, tier.name):
-            yield (
-                f"Loading a session of this length from {_NAMES[tier.name]} is slower than computing it: it is not "
-                "done."
-            )
+            yield (f"Loading a session of this length from {_NAMES[tier.name]} is slower than computing it.")
         elif tier.hit_rate < _HITS_MIN <= found.hit_rate:
             yield f"Hardly anything is found in {_NAMES[tier.name]} alone: {tier.hit_rate:.1%} of all tokens."
     if found.wear is not None and found.wear.dwpd > found.wear.rated_dwpd:
         yield (
             f"The drives would be written {found.wear.dwpd:.1f} times a day and are rated for "
-            f"{found.wear.rated_dwpd:g}: the write budget holds writes back, so fewer hits come from them. Larger or "
-            "more durable ones end that."
+            f"{found.wear.rated_dwpd:g}: the write budget holds writes back, so they hit less than is shown."
         )
-    wanted = found.wanted
-    if wanted.num_bytes is None and wanted.ttft_s is not None:
-        yield f"No cache brings nine requests in ten below {_time(wanted.ttft_s)}: what is new in them takes longer."
+    yield from _small(found, fleet)
+
+
+def _small(found: Answer, fleet: Fleet) -> Iterator[str]:
+    """Where a node's memory has less room than one session takes."""
+    sessions = next(tier.sessions for tier in found.tiers if tier.name == "dram") / fleet.num_nodes
+    if sessions < 1:
+        rest = "goes to the tiers below" if len(found.tiers) > 1 else "is not kept"
+        yield f"A node's memory has room for {sessions:.2g} of a session: the rest {rest}."
 
 
 def _assumed(found: Answer, prices: Prices, fleet: Fleet) -> Iterator[str]:
     """What was not told, and what was left out."""
     assumed = []
     if found.requests.workload in WORKLOADS:
-        assumed.append("the requests (--trace)")
+        assumed.append("requests (--trace)")
     if found.prefill.assumed:
-        assumed.append("the speed of prefill, from the GPU's peak (--prefill-speed)")
+        assumed.append("prefill (--prefill-speed)")
     speeds = _assumed_speeds(fleet)
     if speeds:
-        assumed.append(f"the speed of loads ({', '.join(speeds)})")
+        assumed.append(f"loads ({', '.join(speeds)})")
     if prices == Prices():
         assumed.append("prices (--gpu-price and others)")
     if assumed:
-        yield f"These are assumptions, give your own: {'; '.join(assumed)}."
+        yield f"Assumed; give your own: {', '.join(assumed)}."
     if fleet.num_nodes > 1:
         yield (
-            f"The {fleet.num_nodes} nodes are simulated as one with the memory of all, as if each request went where "
-            "its prefix is: `kvfleet simulate` has nodes, links and routers."
+            f"The {fleet.num_nodes} nodes are simulated as one, each request where its prefix is: `kvfleet simulate` "
+            "has nodes and links."
         )
 
 

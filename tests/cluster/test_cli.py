@@ -73,6 +73,16 @@ def test_a_fleet_outlives_the_command_that_started_it(address, arena_root, tmp_p
     assert shown("down", "--name", "cli") == (0, "fleet cli does not run here: nothing to stop\n")
 
 
+def test_storage_that_does_not_work_is_said(address, arena_root):
+    arenas = ("--dram-bytes", "32MiB", "--arena-root", str(arena_root))
+    try:
+        code, text = shown("up", "--name", "deaf", *arenas, "--shared", "file:///dev/null/kv")
+    finally:
+        shown("down", "--name", "deaf")
+    assert code == 1
+    assert "the fleet is up, but the shared tier can be used on no node: " in text
+
+
 def test_a_fleet_that_is_not_there(address):
     done = run("status", "--name", "nowhere", address=address)
     assert (done.returncode, done.stdout) == (1, "")

@@ -13,7 +13,7 @@ import ray
 from ray._private.state import available_resources_per_node
 
 import kvfleet
-from kvfleet import Fleet, FleetConfig
+from kvfleet import DriveConfig, Fleet, FleetConfig
 from kvfleet.node.messages import Miss, Source
 from tests.cluster.engine_process import (
     MIB,
@@ -125,17 +125,31 @@ def test_others_objects_are_not_spilled_for_us(ray_cluster, make_fleet, engine_h
     ray.kill(hoard)
 
 
-def test_nodes_join_leave_and_are_replaced(fresh_cluster, make_fleet, engine_here, engine_on, tmp_path):
-    fleet = make_fleet(name="moving", shared_url=f"file://{tmp_path}")
+def drive_has(fleet: Fleet, node: str, num_blocks: int) -> bool:
+    """Whether the one drive of a node is open and has so many blocks."""
+    status = node_status(fleet, node)
+    return status is not None and (status.drives[0].problem, status.drives[0].blocks) == ("", num_blocks)
+
+
+def test_nodes_join_leave_and_are_replaced(fresh_cluster, make_fleet, engine_here, engine_on, tmp_path, monkeypatch):
+    """Those that join have a drive, the same one: what the first of them has left on it the second one serves."""
+    drives = (DriveConfig(directory="$KVFLEET_DRIVE", max_bytes=64 * MIB),)
+    fleet = make_fleet(name="moving", shared_url=f"file://{tmp_path}/shared", nvme=drives)
     engine, arenas = engine_here(fleet), Path(fleet.config.arena_root)
     assert engine.store(1, 8).published
     gone: list[str] = []
+    (tmp_path / "drive").mkdir()
+    monkeypatch.setenv("KVFLEET_DRIVE", str(tmp_path / "drive"))
     for turn in (0, 1):
         raylet = fresh_cluster.add_node(num_cpus=2, object_store_memory=256 * MIB, include_dashboard=False)
         node = raylet.node_id
         joined = engine_on(fleet, node)
-        answer = joined.load(1, 8)  # the node's manager starts with its first client
-        assert (answer.num_blocks, answer.wrong, answer.sources) == (8, (), {Source.PEER: 8})
+        answer = joined.load(98, 8)  # the node's manager starts with its first client
+        assert (answer.num_blocks, answer.wrong) == (0, ())
+        wait_for(partial(drive_has, fleet, node, 24 * turn), "its drive is open")
+        for seed, sources in ((1, {Source.PEER: 8}), (10, {}), (11, {})):
+            answer = joined.load(seed, 8)
+            assert (answer.wrong, answer.sources) == ((), {Source.NVME: 8} if turn else sources)
         assert not [name for name in gone if list(arenas.glob(f"kvfleet-*/*-{name}"))]
         seeds = [10 * turn + number for number in (10, 11)]
         for seed in seeds:
@@ -143,7 +157,8 @@ def test_nodes_join_leave_and_are_replaced(fresh_cluster, make_fleet, engine_her
         assert engine.load(seeds[0], 8).sources == {Source.PEER: 8}
         status = node_status(fleet, node)
         assert status is not None
-        assert (status.blocks, status.draining, status.audit) == (24, False, ())
+        assert (status.blocks, status.draining, status.audit) == (24 + 16 * turn, False, ())
+        wait_for(partial(drive_has, fleet, node, 24 + 16 * turn), "its drive has all of them")
 
         assert fleet.drain(node[:16]).left_blocks == 0
         assert joined.store(99, 8).reason == "draining"

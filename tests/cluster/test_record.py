@@ -34,7 +34,7 @@ def test_what_engines_ask_is_recorded(ray_cluster, make_fleet, engine_here, tmp_
     assert recording.returncode == 0, told
     assert f"3 requests; {path}: 6 blocks, " in told
     trace = load_trace(path)
-    assert trace.block_tokens == BLOCK_TOKENS
+    assert (trace.block_tokens, trace.token_bytes) == (BLOCK_TOKENS, engine.client.spec.layout.bytes_per_token)
     assert [one.keys for one in trace.requests] == [(0, 1), (2,), (0, 1, 3)]
     assert [one.prompt_tokens for one in trace.requests] == [n * BLOCK_TOKENS - 1 for n in (3, 2, 4)]
     assert [(one.turn, one.final) for one in trace.requests] == [(None, False), (None, False), (2, True)]

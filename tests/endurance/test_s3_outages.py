@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-import xxhash
 
-from kvfleet.core.block import BlockKey, split
-from kvfleet.errors import TierError
-from kvfleet.node.messages import Miss, Namespace, Source
+from kvfleet.core.block import split
+from kvfleet.core.breaker import ProbedBreaker
+from kvfleet.node.messages import Miss, Source
 from kvfleet.node.shared import SharedTier
 from tests.conftest import wait_for
 from tests.rig import Rig
 from tests.s3proxy import Fault, Kind, S3Proxy, s3proxy
 from tests.seaweed import Seaweed, seaweed
+from tests.sharedcalls import fail_each_call, space_of, use_in_all_ways, works
 from tests.workload import load, model, prompt, store
 
 SPEC = model(64)
@@ -68,7 +67,10 @@ def forget(rig: Rig, num_blocks: int, number: int = 0) -> None:
 
 
 @pytest.mark.parametrize("kind", ["busy", "drop"])
-def test_an_outage_costs_misses_and_the_breaker_closes_within_two_probes(proxy: S3Proxy, rig: Rig, kind: Kind):
+def test_an_outage_costs_misses_and_the_breaker_closes_within_two_probes(
+    proxy: S3Proxy, rig: Rig, kind: Kind, monkeypatch: pytest.MonkeyPatch
+):
+    pauses = pauses_between_probes(monkeypatch)
     client, later = rig.client(SPEC), prompt(2, 2)
     store(client, prompt(4))
     store(client, later)
@@ -84,6 +86,7 @@ def test_an_outage_costs_misses_and_the_breaker_closes_within_two_probes(proxy: 
         names = [key.hex() for key in split(SPEC.keys(later))]
         asked = [path for method, path in proxy.keys if method == "GET" and any(name in path for name in names)]
         assert not asked, "it was not asked"
+        wait_for(lambda: len(pauses) >= 16, "it is probed as seldom as it ever will be")
     proxy.reset_counts()
     wait_for(lambda: rig.status(0).avoided == (), "it is used again")
     assert sum(count for (method, path), count in proxy.keys.items() if path.endswith("/probe")) <= 2 * TRIES
@@ -91,6 +94,20 @@ def test_an_outage_costs_misses_and_the_breaker_closes_within_two_probes(proxy: 
     assert rig.run(rig.managers[0].flush(20.0)) == 0
     assert rig.status(0).saved_blocks == 9
     assert rig.status(0).shared_problem == ""
+    assert max(pauses) <= PROBE_S
+
+
+def pauses_between_probes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long after the end of each probe without an answer the next one is due, in seconds; filled as they come."""
+    pauses = []
+    unanswered = ProbedBreaker.unanswered
+
+    def noted(breaker: ProbedBreaker, now: float) -> None:
+        unanswered(breaker, now)
+        pauses.append(breaker.due - now)
+
+    monkeypatch.setattr(ProbedBreaker, "unanswered", noted)
+    return pauses
 
 
 def test_objects_deleted_behind_our_back_are_counted_misses(proxy: S3Proxy, rig: Rig):
@@ -106,15 +123,27 @@ def test_objects_deleted_behind_our_back_are_counted_misses(proxy: S3Proxy, rig:
     assert load(client, prompt(4)).outcomes == (Source.SHARED,) * 4
 
 
-def test_a_bad_body_is_a_counted_miss_and_the_block_is_stored_anew(proxy: S3Proxy, rig: Rig):
+@pytest.mark.parametrize("kind", ["flip", "short", "long"])
+def test_a_bad_body_is_a_counted_miss_and_the_block_is_stored_anew(proxy: S3Proxy, rig: Rig, kind: Kind):
     client = rig.client(SPEC)
     store(client, prompt(4))
     forget(rig, 4)
-    with proxy.faulty(Fault("flip", {"GET"}, key=r"\.arrow$", times=1)):
+    with proxy.faulty(Fault(kind, {"GET"}, key=r"\.arrow$", times=1)):
         assert Miss.CORRUPT in load(client, prompt(4)).outcomes
     assert rig.status(0).shared_counts["corrupt"] == 1
     store(client, prompt(4))
     forget(rig, 4)
+    assert load(client, prompt(4)).outcomes == (Source.SHARED,) * 4
+
+
+def test_a_slow_body_costs_a_counted_miss_and_no_object(proxy: S3Proxy, rig: Rig):
+    client = rig.client(SPEC)
+    store(client, prompt(4))
+    forget(rig, 4)
+    with proxy.faulty(Fault("slow", {"GET"}, key=r"\.arrow$", pieces=100, pause_s=0.1)):
+        outcomes = load(client, prompt(4)).outcomes
+    assert outcomes[0] is Miss.STORAGE_FAILED
+    wait_for(lambda: rig.status(0).avoided == (), "it is used again")
     assert load(client, prompt(4)).outcomes == (Source.SHARED,) * 4
 
 
@@ -158,62 +187,19 @@ def kill_and_restart(server: Seaweed, proxy: S3Proxy, rig: Rig) -> None:
 # --- every call fails once
 
 
-KEYS = [BlockKey(xxhash.xxh3_128_digest(bytes([number]))) for number in range(2)]
-NUM_BYTES = 1 << 16
-CALLS_MAX = 40
-
-
-def data_of(key: bytes) -> tuple[np.ndarray, int]:
-    data = np.frombuffer(key * (NUM_BYTES // 16), np.uint8)
-    return data, xxhash.xxh3_64_intdigest(data.tobytes())
-
-
-def read(tier: SharedTier, space: Namespace, key: BlockKey) -> bool:
-    target = np.full(NUM_BYTES, 7, np.uint8)
-    if tier.read(space, 1, key, 0, target) is None:
-        return False
-    assert target.tobytes() == data_of(key)[0].tobytes()
-    return True
-
-
-def scenario(tier: SharedTier, space: Namespace) -> int:
-    """Use a namespace of a tier in all ways, whatever fails on the way. Returns how many steps did."""
-    steps: list[Callable[[], object]] = [
-        lambda: tier.probe_writes(5.0),
-        lambda: tier.write(space, 1, KEYS[0], 0, *data_of(KEYS[0])),
-        lambda: read(tier, space, KEYS[0]),
-        lambda: read(tier, space, KEYS[1]),
-        lambda: tier.write(space, 1, KEYS[1], 0, *data_of(KEYS[1])),
-        lambda: read(tier, space, KEYS[1]),
-        lambda: list(tier.list(100, [space.namespace_id])),
-        lambda: tier.delete(space.namespace_id, 1, KEYS[0], 0),
-    ]
-    failed = 0
-    for step in steps:
-        try:
-            step()
-        except TierError:
-            failed += 1
-    return failed
-
-
 @pytest.mark.parametrize("kind", ["busy", "drop", "lose", "torn", "short", "long", "flip"])
 def test_every_call_may_fail_once(server: Seaweed, proxy: S3Proxy, kind: Kind):
     """Right bytes or a miss, and afterwards all is well."""
     # The client tries nothing again, but that aiohttp repeats what an old connection has dropped.
     options = server.options | {"endpoint_url": proxy.endpoint, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
     tier = SharedTier(f"s3://kvfleet/{kind}", options, timeout_s=5)
-    failed = 0
-    for number in range(CALLS_MAX):
-        space = Namespace(bytes([number] * 16), '{"dtype":"uint8"}')
+
+    def life(number: int) -> tuple[int, bool]:
+        space = space_of(number)
         with proxy.faulty(Fault(kind, after=number, times=2 if kind in ("drop", "lose") else 1)) as fault:
-            failed += scenario(tier, space)
-        for key in KEYS:
-            tier.write(space, 1, key, 0, *data_of(key))
-            assert read(tier, space, key)
-        if not fault.hits:
-            break
-    else:
-        raise AssertionError("more calls than expected")
+            failed = use_in_all_ways(tier, space)
+        works(tier, space)
+        return failed, fault.hits > 0
+
+    fail_each_call(life)
     tier.close()
-    assert failed > 0

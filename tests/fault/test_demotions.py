@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvfleet.config import MIB, DriveConfig
+from kvfleet.core.admission import PREFIX_PART
 from kvfleet.errors import TierUnavailableError
 from kvfleet.hits import StoreResult
 from kvfleet.node.messages import Source
@@ -155,14 +156,15 @@ def test_a_prompt_larger_than_any_tier_keeps_its_head(arena_root, tmp_path, num_
         Path(drive.directory).mkdir()
     with Rig(arena_root, dram_bytes=2 * MIB, nvme=nvme) as rig:
         wait_for(rig.part(0).nvme.opened.is_set, "the drives were tried", 10)
-        room = sum(drive.capacity_bytes for drive in rig.status(0).drives) // SPEC.layout.block_bytes
+        drives_bytes = sum(drive.capacity_bytes for drive in rig.status(0).drives)
+        room = int(PREFIX_PART * drives_bytes) // SPEC.layout.block_bytes
         assert room > ARENA_BLOCKS
         client, tokens = rig.client(SPEC), prompt(room + 20)
         for _ in range(2):
             result = client.store(tokens, kv(SPEC, tokens)).wait(60)
             assert (result.stored + result.already, result.dropped, result.reason) == (room, 20, "no_room")
             assert lost(rig) == 0
-            assert load(client, tokens) >= (room - 8) * SPEC.block_tokens, "all but a last batch, if any was in its way"
+            assert load(client, tokens) == room * SPEC.block_tokens
 
 
 def test_a_long_prompt_goes_to_full_drives_in_order(arena_root, tmp_path):
@@ -171,7 +173,7 @@ def test_a_long_prompt_goes_to_full_drives_in_order(arena_root, tmp_path):
         store_many(rig)
         store_many(rig, MANY)
         room = rig.status(0).drives[0].capacity_bytes // SPEC.layout.block_bytes
-        client, tokens = rig.client(SPEC), prompt(room - 8, 2 * MANY)
+        client, tokens = rig.client(SPEC), prompt(int(PREFIX_PART * room), 2 * MANY)
         store(client, tokens)
         assert rig.status(0).drives[0].counts.evicted_blocks > 0
         assert load(client, tokens) == len(tokens)

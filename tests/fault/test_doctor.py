@@ -150,6 +150,18 @@ def test_books_that_differ_are_told(arena_root):
         assert look(fleet)["books"][0][0] == "ok"
 
 
+def test_the_books_are_looked_at_in_passing_where_that_is_soon_done(arena_root, monkeypatch):
+    with Rig(arena_root) as fleet:
+        store(fleet.client(SPEC), prompt(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(fleet.part(0).dram.placement, "audit", lambda: ["a slot is lost"])
+            patch.setattr("kvfleet.node.node._AUDITED_MAX", 3)
+            assert fleet.status(0).audit == ("a slot is lost",)
+            patch.setattr("kvfleet.node.node._AUDITED_MAX", 2)
+            assert fleet.status(0).audit == ()
+            assert look(fleet)["books"] == [("bad", "a slot is lost")]
+
+
 def test_a_manager_without_an_arena(arena_root):
     with Rig(arena_root) as fleet:
         manager = fleet.managers[0]

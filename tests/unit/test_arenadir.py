@@ -1,5 +1,7 @@
 """Private directories, file locks, and the reaping of what dead nodes left."""
 
+import errno
+import fcntl
 import gc
 import os
 import subprocess
@@ -101,6 +103,20 @@ def test_a_lock_of_a_removed_file_is_no_lock(tmp_path, monkeypatch):
     assert not FileLock.held(path)
     other = FileLock(path)
     assert other.acquire(0)
+
+
+def test_a_lock_that_cannot_be_taken_or_asked_for_is_an_error(tmp_path, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    lock = FileLock(tmp_path / "lock")
+    assert lock.acquire()
+    lock.release()
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(TierUnavailableError, match="no locks available"):
+        lock.acquire()
+    with pytest.raises(TierUnavailableError, match="no locks available"):
+        FileLock.held(lock.path)
 
 
 def test_a_lock_that_cannot_be_made_is_an_error(tmp_path):

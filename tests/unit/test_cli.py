@@ -74,7 +74,7 @@ def test_sizes_are_shown(num_bytes, text):
     [
         (ConfigError("", "no fleet 'x' is running here"), "kvfleet: no fleet 'x' is running here\n"),
         (ConfigError("dram_bytes", "too much"), "kvfleet: dram_bytes: too much\n"),
-        (ConnectionError("ray's own text"), "kvfleet: no Ray cluster lets us in: ray's own text. Start one with"),
+        (ConnectionError("no Ray there"), "kvfleet: no Ray there\n"),
     ],
 )
 def test_errors_become_one_line(capsys, error, line):
@@ -186,6 +186,7 @@ def up(*options: str) -> tuple[int, str]:
         ("--nvme-dwpd 3", "--nvme-dwpd: is about drives, and there are none"),
         ("--nvme /d --nvme /d", "--nvme: each drive once"),
         ("--nvme /d --nvme-dwpd -1", "--nvme-dwpd of /d must be positive"),
+        ("--nvme /d --nvme-dwpd inf", "--nvme-dwpd of /d must be at most 1,000,000"),
         ("--shared x", "--shared: needs a scheme"),
         ("--dram-bytes 1", "--dram-bytes: must be at least 1 MiB"),
         ("--shared s3://b --shared-codec gzip", "--shared-codec: raw, zstd"),
@@ -222,6 +223,20 @@ def test_a_drive_that_no_node_can_use_is_an_error(monkeypatch):
     for other in (drives(bad, replace(bad, works=True), bad), drives(bad, bad, replace(bad, tried=False)), FLEET):
         found = other
         assert up("--nvme", "/d0")[0] == 0
+
+
+def test_storage_that_no_node_can_use_is_an_error(monkeypatch):
+    bad = replace(WELL, shared_problem="NoCredentialsError")
+    monkeypatch.setattr("kvfleet.start", lambda config, address: SimpleNamespace(up=lambda: found))
+    found = replace(FLEET, nodes=(bad, bad, ILL))
+    code, shown = up("--shared", "s3://b")
+    assert code == 1
+    assert "the fleet is up, but the shared tier can be used on no node: NoCredentialsError" in shown
+    for other in (WELL, replace(bad, shared_tried=False)):
+        found = replace(FLEET, nodes=(bad, other, ILL))
+        assert up("--shared", "s3://b")[0] == 0
+    found = replace(FLEET, nodes=(replace(WELL, shared_tried=False),))
+    assert "aaaaaaaa: shared tier: no answer yet" in up("--shared", "s3://b")[1]
 
 
 def test_status_says_what_is_not_as_usual():

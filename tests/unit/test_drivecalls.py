@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from functools import partial
 from random import Random
 
 import pytest
 
 from kvfleet.errors import TierUnavailableError
-from kvfleet.node.drivecalls import DriveCalls
+from kvfleet.node.drivecalls import DaemonThreads, DriveCalls
 from kvfleet.testing.blocking import pause
 from kvfleet.testing.loop import VirtualLoop
 from tests.drives import play
@@ -79,6 +80,61 @@ def test_after_a_failure_nothing_is_begun(num_begun: int) -> None:
         await calls.close(lambda: None)
 
     play(work)
+
+
+def test_without_a_thread_to_be_had_calls_fail_and_no_place_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def work() -> None:
+        calls = DriveCalls(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_more)
+            results = await asyncio.gather(*(calls.read(lambda: 1) for _ in range(3)), return_exceptions=True)
+            assert all(isinstance(result, TierUnavailableError) for result in results)
+            await calls.idle()
+        assert await calls.read(lambda: 1) == 1
+        with monkeypatch.context() as patch:  # the one that there is does it
+            patch.setattr(threading.Thread, "start", no_more)
+            assert await asyncio.gather(*(calls.read(lambda: 1) for _ in range(3))) == [1, 1, 1]
+        await calls.close(lambda: None)
+        assert (calls.num_reads, calls.oldest()) == (0, None)
+
+    asyncio.run(work())
+
+
+def test_a_drive_that_was_opened_can_be_closed_without_a_thread_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def work() -> None:
+        calls, closed = DriveCalls(1), list[bool]()
+        await calls.read(lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_more)
+            await calls.close(lambda: closed.append(True))
+        assert closed == [True]
+
+    asyncio.run(work())
+
+
+def test_what_had_no_thread_is_not_run_later_and_nothing_is_taken_after_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads, done = DaemonThreads(2, "kvfleet-test"), list[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        refused = threads.submit(done.append, 1)
+    with pytest.raises(TierUnavailableError, match="kvfleet-test: no thread"):
+        refused.result(0)
+    threads.submit(done.append, 2).result(10)
+    threads.shutdown()
+    assert done == [2]
+    with pytest.raises(RuntimeError, match="told to end"):
+        threads.submit(done.append, 3)
 
 
 def test_whoever_is_cancelled_is_told_so_also_if_the_drive_fails() -> None:

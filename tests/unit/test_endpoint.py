@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -146,4 +147,19 @@ def test_lost_copies_are_told_of_and_remembered_until_they_are_made_again():
         assert not endpoint.has_lost(b"record")
         assert lost == [b"record"]
 
+    with_endpoint(work)
+
+
+def test_a_probe_without_a_thread_to_be_had_is_one_without_an_answer(monkeypatch: pytest.MonkeyPatch):
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def work(endpoint: SharedEndpoint, storage: Storage) -> None:
+        assert "no thread" in endpoint.problem
+        assert not endpoint.works.is_set()
+        monkeypatch.undo()
+        await within(10.0, endpoint.works.wait())
+        assert (endpoint.allows("write"), endpoint.problem) == (True, "")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
     with_endpoint(work)

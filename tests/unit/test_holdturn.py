@@ -77,7 +77,9 @@ def test_conversations_are_held_against_scans() -> None:
     assert held > 0.6 * sum(2 + 3 for second in range(0, 600, 5))  # it learns for the first third
 
 
-@pytest.mark.parametrize(("name", "percent", "points"), [("chat", 10, 3.0), ("rag", 5, 2.5)])
+@pytest.mark.parametrize(
+    ("name", "percent", "points"), [("chat", 10, 3.0), ("rag", 5, 2.5), ("agents", 2, 7.0), ("code", 5, 8.0)]
+)
 def test_it_keeps_more_than_lru_of_traffic_it_was_not_made_for(name: str, percent: int, points: float) -> None:
     """Hits of all blocks beyond those of LRU, in points, with room for a share of the blocks."""
     requests = list(generate(WORKLOADS[name], requests=3000, rate=4.0, block_tokens=512))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,7 +17,7 @@ from kvfleet.cli.down import Saving, summary
 from kvfleet.cli.main import app
 from kvfleet.errors import ConfigError
 from kvfleet.node.status import NodeStatus
-from kvfleet.operating import FleetStatus, Operator, join
+from kvfleet.operating import FleetStatus, Operator, join, join_ray
 
 HANGS = object()
 
@@ -128,6 +129,14 @@ def test_down_says_what_was_saved(monkeypatch):
     assert done.stderr == "saving 3 blocks\n1 block could not be saved in time\n"
 
 
+def test_down_says_why_nothing_could_be_saved(monkeypatch):
+    found = FleetStatus("x", (replace(NODE, shared_problem="shared: no credentials"),), (), None)
+    fleet = SimpleNamespace(status=lambda: found, stop=lambda **_: 2)
+    monkeypatch.setattr("kvfleet.operating.join", lambda *_, **__: fleet)
+    done = CliRunner().invoke(app, ["down", "--name", "x"])
+    assert done.stderr == "2 blocks could not be saved: shared: no credentials\n"
+
+
 def test_what_is_left_of_a_silent_manager_is_said():
     found = FleetStatus("x", (NODE,), ("bbbbbbbbbbbb",), None)
     assert list(summary(found, 0, 0)) == [
@@ -161,3 +170,13 @@ def test_saving_that_does_not_get_on_says_why(monkeypatch, terminal):
     assert [line.removeprefix("\x1b[2K") for line in said] == [
         f"{left} blocks left to save: shared: read-only" for left in (5, 4)
     ]
+
+
+def test_a_ray_that_lets_nobody_in_is_one_sentence(monkeypatch):
+    def init(**_: object) -> None:
+        raise ConnectionError("ray's own text\nand its traces")
+
+    monkeypatch.setattr("kvfleet.operating.ray.is_initialized", lambda: False)
+    monkeypatch.setattr("kvfleet.operating.ray.init", init)
+    with pytest.raises(ConnectionError, match=r"^no Ray cluster lets us in: ray's own text\. .*RAY_AUTH_MODE=token$"):
+        join_ray("127.0.0.1:1")

@@ -606,6 +606,16 @@ def test_without_a_tier_below_the_head_of_a_large_prefix_stays() -> None:
     assert node.held() == [1, 2, 3, 6]
 
 
+def test_nothing_passes_while_somebody_writes_what_it_builds_on() -> None:
+    node = Node(4, lower=["nvme"])
+    node.store([1, 2])
+    node.ask([3], parent=2)
+    node.store([4], parent=3)
+    assert node.offer([5], 4) == [5]
+    node.placement.commit(block_key(3), 0, node.clock.now())
+    assert node.offer([5], 4) == []
+
+
 def test_what_waits_for_demotions_takes_no_other_room() -> None:
     node = Node(6, lower=["nvme"])
     node.store([1, 2, 3])

@@ -285,3 +285,20 @@ def test_another_source_is_used_meanwhile():
     made = planner(**{"peer:a": Speed(0.0, 1000 * MB), "shared": Speed(0.0, 100 * MB)})
     made.observe("peer:a", 0, 0.3)
     assert plan(made, Piece(0, 10, ("peer:a", "shared"))).sources == ("shared",)
+
+
+def test_a_source_that_is_not_used_is_looked_at_more_and_more_seldom():
+    made = planner(shared=Speed(0.0, MB))
+    pieces = (Piece(0, 10, ("shared",)),)
+    looks = [now for now in range(200) if made.look(plan(made, *pieces), pieces, float(now)) == range(4)]
+    assert looks == [0, 5, 15, 35, 65, 95, 125, 155, 185]
+
+
+def test_a_source_that_is_used_is_not_looked_at():
+    made = planner(shared=Speed(0.3, 100 * MB))
+    long, short = (Piece(0, 10, ("shared",)),), (Piece(0, 2, ("shared",)),)
+    assert made.look(plan(made, *short), short, 0.0) == range(2)
+    assert made.look(plan(made, *short), short, 5.0) == range(2)
+    assert made.look(plan(made, *long), long, 14.0) is None
+    assert made.look(plan(made, *short), short, 18.0) is None
+    assert made.look(plan(made, *short), short, 19.0) == range(2), "again soon, as it was used"

@@ -106,7 +106,7 @@ def test_one_records_at_a_time(arena, manager):
 
 
 def test_what_has_no_room_is_counted(arena, manager, monkeypatch):
-    monkeypatch.setattr(recording, "FILE_BYTES_MAX", 32 + 2 * (45 + 48))
+    monkeypatch.setattr(recording, "FILE_BYTES_MAX", 32 + 2 * len(Asked(0, 48, 16, KEYS).pack(0)))
     begun(manager)
     recorder = Recorder(16)
     for number in range(5):
@@ -155,11 +155,11 @@ def test_what_was_half_written_is_counted(arena, manager, cut):
     assert list(read_asked(b"\0" * 30)) == [(None, 1)]
 
 
-def packed_of(tmp_path, *asked):
+def packed_of(tmp_path, *asked, token_bytes=0):
     arena, manager, recorder = SimpleNamespace(path=tmp_path / "arena"), Recording(tmp_path), {}
     begun(manager)
     for block_tokens, *rest in asked:
-        recorder.setdefault(block_tokens, Recorder(block_tokens)).note(arena, *rest)
+        recorder.setdefault(block_tokens, Recorder(block_tokens, token_bytes=token_bytes)).note(arena, *rest)
     return manager.turn(ME, time.monotonic(), ends=True).packed
 
 
@@ -188,6 +188,16 @@ def test_a_trace_of_several_nodes(tmp_path):
             (2.0, (0, 3), 40),
         ]
     assert traces[0] != traces[1], "each recording has a salt of its own"
+
+
+def test_a_trace_is_of_tokens_of_one_size(tmp_path):
+    small, large = (packed_of(tmp_path, (16, at, KEYS, 50), token_bytes=at) for at in (300, 400))
+    path = tmp_path / "one"
+    with path.open("w") as file:
+        book = TraceBook(file, 0)
+        book.write([large, small])
+    assert (book.told.requests, book.told.other) == (1, 1)
+    assert load_trace(path).token_bytes == 300
 
 
 def test_losses_are_told():

@@ -371,3 +371,21 @@ def test_probes_are_answered_without_any_object_and_leave_none(tier: SharedTier)
     tier.probe_reads(5.0)
     tier.probe_writes(5.0)
     assert records(*tier.list(10)) == set()
+
+
+def test_a_tier_that_refuses_deletions_gets_one_object_however_often_it_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> None:
+        raise TierUnavailableError("shared", "access denied")
+
+    tier = SharedTier(f"file://{tmp_path}", {}, timeout_s=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.objects, "delete", refuse)
+        for _ in range(3):
+            with pytest.raises(TierUnavailableError, match="access denied"):
+                tier.check()
+        assert len(list(tmp_path.iterdir())) == 1
+    tier.check()
+    assert list(tmp_path.iterdir()) == []
+    tier.close()

@@ -17,6 +17,7 @@ from kvfleet.core.speeds import PrefillSpeed, Speed
 from kvfleet.errors import ConfigError
 from kvfleet.sim.config import EngineConfig, SimConfig, SimDrives
 from kvfleet.sim.fleet import SimFleet, key_of
+from kvfleet.sim.formats import Line, OwnWriter
 from kvfleet.sim.links import Link, across
 from kvfleet.sim.report import report_of, to_json
 from kvfleet.sim.router import PrefixAware, RoundRobin
@@ -160,6 +161,9 @@ def test_nothing_is_loaded_that_is_slower_than_computing():
     without = served(replace(slow, shared=None, dram_bytes=MIB), *requests)
     assert with_cache.tally.blocks[Miss.SLOWER_THAN_COMPUTE] > 0
     assert max(with_cache.tally.ttft_s) <= 1.05 * max(without.tally.ttft_s)
+    report, hits = report_of(with_cache, TOKENS), with_cache.tally.blocks[Source.SHARED]
+    assert report.shared_look_bytes > 0, "it is looked at again"
+    assert report.shared_read_bytes == hits * MIB + report.shared_look_bytes, "all that is read is a hit or a look"
 
 
 def test_an_engine_that_can_computes_while_the_rest_is_loaded():
@@ -250,6 +254,27 @@ def test_the_command_shows_all_combinations(trace_file, tmp_path):
     assert all(one["requests"] == 40 and one["hit_rate"] > 0.3 for one in reports)
     pictures = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert pictures == ["hits_over_capacity.png", "policies.png", "ttft_over_capacity.png"]
+
+
+def test_the_command_takes_the_size_of_a_token_from_a_recording(tmp_path):
+    path, found = tmp_path / "recorded.jsonl", []
+    with path.open("w") as file:
+        writer = OwnWriter(file, 16, 4096)
+        writer.write(Line(1.0, [1, 2], 40, 0))
+    for options in ((), ("--token-bytes", "1KiB")):
+        done = command(path, "--dram", "1GiB", "--json", tmp_path / "all.json", *options)
+        assert done.exit_code == 0, done.output
+        found.append(json.loads((tmp_path / "all.json").read_text())[0]["config"]["block_bytes"])
+    assert found == [16 * 4096, 16 * 1024]
+
+
+def test_what_cannot_be_is_said_before_anything_is_simulated(trace_file, tmp_path, monkeypatch):
+    done = command(trace_file, "--rate", 3)
+    assert (done.exit_code, "a trace has its own times" in done.output) == (2, True)
+    monkeypatch.setattr("kvfleet.sim.plots.find_spec", lambda _name: None)
+    monkeypatch.setattr("kvfleet.sim.sweep.simulate", lambda *_, **__: pytest.fail("it was simulated"))
+    done = command(trace_file, "--plots", tmp_path / "plots")
+    assert (done.exit_code, "they need matplotlib" in done.output) == (1, True)
 
 
 def test_the_command_makes_traffic_up():

@@ -51,6 +51,43 @@ def test_bytes_of_kv(name, dtype, numbers, token, block, session):
     assert bytes_per_token(model, kv) * 128_000 == session
 
 
+# Models with names of their own for their experts: what their config.json says, and what their makers say.
+OWN_NAMES: dict[str, tuple[dict[str, object], float, float]] = {
+    "qwen2-57b-a14b": (
+        {
+            "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+            "vocab_size": 151936, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560,
+            "shared_expert_intermediate_size": 20480,
+        },
+        57.4, 14.2,
+    ),
+    "ernie-4.5-300b-a47b": (
+        {
+            "num_hidden_layers": 54, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "intermediate_size": 28672, "vocab_size": 103424, "moe_num_experts": 64, "moe_k": 8,
+            "moe_intermediate_size": 3584, "moe_layer_start_index": 3,
+        },
+        300, 47,
+    ),
+    "minimax-m2": (
+        {
+            "num_hidden_layers": 62, "hidden_size": 3072, "num_attention_heads": 48, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": 1536, "vocab_size": 200064, "num_local_experts": 256,
+            "num_experts_per_tok": 8, "attn_type_list": [1] * 62,
+        },
+        230, 10,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_experts_under_other_names(name):
+    config, total, active = OWN_NAMES[name]
+    model = read_model(name, config)
+    assert model.num_params == pytest.approx(total * 1e9, rel=0.01)
+    assert model.active_params == pytest.approx(active * 1e9, rel=0.05)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_published(name):
     model = find_model(name)
@@ -87,6 +124,17 @@ def test_a_config_of_ones_own(tmp_path):
     assert wrapped.num_params == model.num_params
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads"])
+def test_a_size_of_nothing_is_refused(name):
+    with pytest.raises(ConfigError, match=name):
+        read_model("none", {**MODELS["llama-3-8b"], name: 0})
+
+
+def test_more_dense_layers_than_there_are():
+    dense = read_model("dense", {**MODELS["kimi-k2"], "first_k_dense_replace": 61})
+    assert read_model("denser", {**MODELS["kimi-k2"], "first_k_dense_replace": 1000}).num_params == dense.num_params
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": 64}'])
 def test_a_file_that_is_no_config(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
@@ -97,8 +145,12 @@ def test_a_file_that_is_no_config(tmp_path, text):
 def test_what_is_not_known_is_refused():
     with pytest.raises(ConfigError, match="llama-3-8b"):
         find_model("llama-9-8b")
-    with pytest.raises(ConfigError, match="full-attention"):
-        read_model("short", {**MODELS["llama-3-8b"], "sliding_window": 4096})
+    for other in (
+        {"sliding_window": 4096}, {"attn_type_list": [0, 1]}, {"block_configs": [{}] * 32}, {"share_q_dim": 2048},
+        {"hybrid_layer_pattern": [0, 1]}, {"layer_group_size": 5}, {"index_topk_blocks": 16},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="full-attention"):
+            read_model("short", {**MODELS["llama-3-8b"], **other})
     with pytest.raises(ConfigError, match="must be one of"):
         find_format("fp7", find_model("phi-4"))
     with pytest.raises(ConfigError, match="in what type"):

@@ -25,8 +25,8 @@ def trace(tmp_path):
     return str(path)
 
 
-def size(*arguments):
-    return CliRunner().invoke(app, ["size", *arguments], env={"COLUMNS": "120"})
+def size(*arguments, columns=120):
+    return CliRunner().invoke(app, ["size", *arguments], env={"COLUMNS": str(columns)})
 
 
 def test_json_has_all(trace):
@@ -44,7 +44,8 @@ def test_json_has_all(trace):
 
 
 def test_one_screen(trace):
-    done = size(SEVENTY, "--trace", trace, "--kv-dtype", "int8", "--nvme", "1TB", "--shared", "10TB", "--ttft", "1")
+    tiers = ["--nodes", "4", "--nvme", "1TB", "--shared", "10TB"]
+    done = size(SEVENTY, "--trace", trace, "--kv-dtype", "int8", *tiers, "--ttft", "1", columns=80)
     assert done.exit_code == 0, done.output
     assert "174,080 bytes a token" in done.stdout
     assert len(done.stdout.splitlines()) <= 30

@@ -57,6 +57,11 @@ def test_our_own(file):
     assert trace.requests == [Request(1.5, (0, 1), 700, 3), Request(1.5, (0,), 700, 3, "s", 2, final=True)]
 
 
+def test_a_recording_tells_the_size_of_a_token(file):
+    assert load_trace(file(OWN, ASKED)).token_bytes is None
+    assert load_trace(file(OWN | {"token_bytes": 320}, ASKED)).token_bytes == 320
+
+
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "own.jsonl"
     requests = [

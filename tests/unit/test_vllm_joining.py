@@ -60,6 +60,16 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fleet
 
 
+def test_an_engine_starts_without_a_thread_to_look_for_a_fleet(fleet, monkeypatch, caplog):
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fleet.there = False
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    Membership(Settings()).join(lambda _: None)
+    assert "no fleet is looked for again: can't start new thread" in caplog.text
+
+
 def test_a_fleet_that_is_there_is_joined_at_once(fleet):
     joined: list[Any] = []
     handler = signal.getsignal(signal.SIGTERM)

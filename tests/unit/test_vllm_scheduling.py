@@ -476,6 +476,21 @@ def test_no_more_is_saved_in_a_step_than_there_is_room_for(rig):
     assert (second.request_id, second.start_block, second.engine_blocks) == ("o", 0, tuple(range(20, 24)))
 
 
+def test_what_is_here_already_takes_no_room(rig):
+    """A new turn behind a long prompt that vLLM has cached is saved in the step that computes it."""
+    rig.scheduling.limit(2)
+    request = Request("r", hashes(48))
+    rig.client.here.update(keys(request)[:9])
+    rig.client.on_drives.update(keys(request)[9:])
+    assert rig.scheduling.matched_tokens(request, 11 * BLOCK) == BLOCK
+    rig.scheduling.allocated(request, list(range(48)), 0)
+    new = [("r", 11 * BLOCK, list(range(48)))]
+    (save,) = rig.scheduling.saves(step(new=new, scheduled={"r": BLOCK}))
+    assert (save.start_block, save.engine_blocks) == (0, tuple(range(11 * PER)))
+    (save,) = rig.scheduling.saves(step(cached=[("r", 12 * BLOCK, None)], scheduled={"r": 1}))
+    assert (save.start_block, save.engine_blocks) == (11, tuple(range(11 * PER, 12 * PER)))
+
+
 def test_nothing_is_saved_in_a_step_in_which_another_connector_loads(rig):
     request = Request("r", hashes(8))
     admit(rig, request)
@@ -690,6 +705,17 @@ def test_hints_of_a_prompt_that_is_loaded_whole_are_told_once(rig, params):
     expected = (b"".join(keys(request)), 2, (), Hints.of("chat"))
     assert told == ([expected] if params == {"kvfleet_session": "chat"} else [])
     assert rig.scheduling.saves(step(cached=[("r", 129, None)], scheduled={"r": 1})) == ()
+
+
+def test_an_engine_that_only_consumes_tells_hints_of_what_it_loaded():
+    rig = Rig(saves=False).start()
+    request = Request("r", hashes(12), kv_transfer_params={"kvfleet_session": "chat", "kvfleet_final": True})
+    rig.client.here.update(keys(request)[:2])
+    loaded(rig, request, list(range(12)))
+    (save,) = rig.scheduling.saves(step(new=[("r", 128, list(range(12)))], scheduled={"r": 64}))
+    assert (split(save.keys), save.start_block, save.engine_blocks) == (keys(request)[:2], 2, ())
+    assert save.hints == Hints.of("chat", final=True)
+    assert rig.scheduling.saves(step(cached=[("r", 192, None)], scheduled={"r": 1})) == ()
 
 
 @pytest.mark.parametrize(

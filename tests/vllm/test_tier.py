@@ -312,6 +312,22 @@ def test_a_manager_that_hangs_does_not_hold_up_the_scheduler(arena_root: Path, m
         engine.shutdown()
 
 
+def test_without_a_thread_to_open_a_new_client_all_is_a_miss(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_offload.base import LookupResult
+
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Rig(arena_root) as rig:
+        engine, request = tier_in(rig, monkeypatch), SimpleNamespace(req_id="r", kv_transfer_params=None)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_more)
+            engine.drain_jobs()
+        assert engine.lookup(bytes([0]), request) == LookupResult.MISS
+        assert engine.faults.take() == {"errors:open": 1}
+        engine.shutdown()
+
+
 # what is refused
 
 

@@ -87,8 +87,12 @@ class Membership:
 
     def join(self, then: Callable[[kvfleet.Fleet], None]) -> None:
         """Call `then` with the fleet: now if there is one, else from another thread as soon as there is."""
-        if not self._try(then):
+        if self._try(then):
+            return
+        try:
             threading.Thread(target=self._keep_trying, args=(then,), name="kvfleet-join", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            _log.warning("kvfleet: no fleet is looked for again: %s", error)
 
     def _keep_trying(self, then: Callable[[kvfleet.Fleet], None]) -> None:
         while not self._closed.wait(_RETRY_S):

@@ -8,13 +8,14 @@ it needs and answers by its result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from itertools import takewhile
+from typing import Any
 
 from kvfleet.client import Client
 from kvfleet.connectors.vllm.adapters import Adapters
 from kvfleet.connectors.vllm.background import Background, Job
+from kvfleet.connectors.vllm.prompts import EngineRequest, Prompt
 from kvfleet.connectors.vllm.scopes import Scope, ScopedClients
 from kvfleet.core.block import KEY_BYTES, engine_keys
 from kvfleet.core.planner import Plan
@@ -22,7 +23,7 @@ from kvfleet.errors import KvFleetError
 from kvfleet.hits import PrefixHit
 from kvfleet.planning import Planning
 
-__all__ = ["EngineRequest", "Lookups", "Prompt"]
+__all__ = ["Lookups"]
 
 # While the directory fails, only one request in so many seconds waits for it.
 _QUIET_S = 2.0
@@ -32,55 +33,6 @@ _STALE_S = 5.0
 _HANDED_OVER_S = 2.0
 _HANDED_OVER_POLL_S = 0.01
 _READY_POLL_S = 0.005
-
-
-class EngineRequest(Protocol):
-    """What is used of a vLLM request."""
-
-    request_id: str
-    block_hashes: Sequence[bytes]
-    kv_transfer_params: dict[str, Any] | None
-    lora_request: Any
-    skip_reading_prefix_cache: bool | None
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the prompt, and of what was generated already."""
-        ...
-
-
-@dataclass(slots=True)
-class Prompt:
-    """A request's tokens, as far as the fleet is concerned. Threads: the scheduling one.
-
-    Attributes:
-        scope: whose blocks they are; None while the adapter is not read yet.
-        expected_blocks: how many another engine says that it has stored.
-        keys: of the blocks so far, packed.
-        computed_tokens: that the engine has; as `Lookups.find` was told last.
-        asked_blocks: blocks that were looked up last; -1: none.
-        start_block: the first of them.
-        asked_at: when; monotonic seconds.
-        ask_again_at: when there may be more.
-        reading: the adapter's scope, being read.
-        pending: the fleet's answer under way.
-        hit: the answer; None if there is none, or nothing can be found.
-        counted: an answer was used, and counted.
-    """
-
-    request: EngineRequest
-    scope: Scope | None
-    expected_blocks: int = 0
-    keys: bytes = b""
-    computed_tokens: int = 0
-    asked_blocks: int = -1
-    start_block: int = 0
-    asked_at: float = 0.0
-    ask_again_at: float | None = None
-    reading: Job[Scope] | None = None
-    pending: Job[PrefixHit] | None = None
-    hit: PrefixHit | None = None
-    counted: bool = False
 
 
 class Lookups:
@@ -191,6 +143,15 @@ class Lookups:
         if client is not None:
             client.count(prompt.hit, plan, num_tokens=prompt.request.num_tokens)
             prompt.counted = True
+
+    def here(self, prompt: Prompt, start: int, stop: int) -> int:
+        """How many of blocks [start, stop) are in this node's arena, up to the first that is not. Blocking: never."""
+        scope = self.scope(prompt)
+        client = self._clients.ready(scope) if self._clients is not None and scope is not None else None
+        if client is None:
+            return 0
+        hit = client.lookup_local(self.keys(prompt, stop), start_block=start, label=prompt.request.request_id)
+        return sum(run.stop - run.start for run in takewhile(lambda run: run.local, hit.runs))
 
     def planning(self, prompt: Prompt) -> Planning | None:
         """Of the client that has looked a prompt up; None if it is there no more."""

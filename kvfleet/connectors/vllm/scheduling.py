@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvfleet.connectors.vllm.loadplans import LoadPlans
-from kvfleet.connectors.vllm.lookups import EngineRequest, Lookups, Prompt
+from kvfleet.connectors.vllm.lookups import Lookups
 from kvfleet.connectors.vllm.plan import Load, Save
+from kvfleet.connectors.vllm.prompts import EngineRequest, Prompt
 from kvfleet.connectors.vllm.requesthints import HINTS, RequestHints
 from kvfleet.connectors.vllm.scopes import Scope
 from kvfleet.core.hints import NO_HINTS, Hints
@@ -63,7 +64,7 @@ class Scheduling:
         lookups: of the same engine.
         engine_block_tokens: tokens in a vLLM block.
         block_tokens: tokens in a block of the fleet; a multiple of it.
-        saves: whether this engine stores what it computes.
+        saves: whether this engine stores what it computes. One that does not tells hints of what it has loaded.
     """
 
     def __init__(self, lookups: Lookups, engine_block_tokens: int, block_tokens: int, *, saves: bool = True) -> None:
@@ -178,18 +179,32 @@ class Scheduling:
         computed = self._follow(step)
         self.plans.step(step.num_scheduled_tokens, computed)
         # Another connector's load in the step itself may fail, which is known when it is over.
-        if not self._saves or not self._lookups.started or getattr(step, "has_sync_kv_loads", False):
+        if not self._lookups.started or getattr(step, "has_sync_kv_loads", False):
             return ()
         saves: list[Save] = []
         room = self._step_blocks_max
         for request_id, tokens in step.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is not None:
-                blocks = min((computed[request_id] + tokens) // self._block_tokens, tracked.saved + room)
-                if (blocks > tracked.saved or _untold(tracked)) and (save := self._save(tracked, blocks)) is not None:
-                    saves.append(save)
-                    room -= len(save.engine_blocks) // self._per_block
+            if tracked is None:
+                continue
+            blocks, here = self._fitting(tracked, (computed[request_id] + tokens) // self._block_tokens, room)
+            if (blocks > tracked.saved or _untold(tracked)) and (save := self._save(tracked, blocks)) is not None:
+                saves.append(save)
+                room -= max(0, len(save.engine_blocks) // self._per_block - here)
         return tuple(saves)
+
+    def _fitting(self, tracked: _Tracked, blocks: int, room: int) -> tuple[int, int]:
+        """Up to which block a request can be saved, and how many of those to save are here already: they take no room.
+
+        What vLLM had cached mostly is. If it took room, an answer behind a long prompt would come too late.
+        """
+        if not self._saves:
+            return tracked.saved, 0
+        blocks = min(blocks, self._lookups.num_blocks(tracked.prompt.request))
+        if blocks <= tracked.saved + room:
+            return blocks, 0
+        here = self._lookups.here(tracked.prompt, tracked.saved, blocks)
+        return min(blocks, tracked.saved + here + room), here
 
     def _follow(self, step: Any) -> dict[str, int]:  # noqa: ANN401  vLLM's SchedulerOutput
         """Keep the requests' tables; the tokens that each has behind it, by request id."""

@@ -250,7 +250,10 @@ class KVFleetTier(SecondaryTierManager):
         fleet, old = self._stop()
         if fleet is not None:
             again = (fleet, self._spec, old)
-            threading.Thread(target=self._open_again, args=again, name="kvfleet-open", daemon=True).start()
+            try:
+                threading.Thread(target=self._open_again, args=again, name="kvfleet-open", daemon=True).start()
+            except RuntimeError as error:  # no more threads: from now on all is a miss
+                self.faults.failed("open", error)
 
     def _stop(self) -> tuple[kvfleet.Fleet | None, Client | None]:
         """End all jobs soon, and forget. Every lookup misses until a client is opened for the new spec.
