@@ -38,12 +38,9 @@ class SlabMap:
     """
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        unit_bytes: int,
-        num_slots: int,
+        self, capacity_bytes: int, unit_bytes: int, num_slots: int,
         on_change: Callable[[int, int], None] = lambda unit, value: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start with all units free.
 
         Args:

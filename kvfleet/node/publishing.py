@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol
@@ -19,7 +18,7 @@ from kvfleet.core.objectrows import SharedObject
 from kvfleet.errors import DirectoryUnavailableError, KvFleetError, StaleEpochError
 from kvfleet.node.directorylink import CALL_TIMEOUT_S, DeltaReply, DirectoryLink
 from kvfleet.node.outbox import Outbox, Remarks, Uses
-from kvfleet.node.waiting import now, within
+from kvfleet.node.waiting import now, wall_ms, within
 
 __all__ = ["CALL_TIMEOUT_S", "DeltaReply", "DirectoryLink", "Holdings", "Publisher"]
 
@@ -124,7 +123,7 @@ class Publisher:
 
     def stored(self, thing: SharedObject, ago_s: float = 0.0) -> None:
         """An object was written to the shared tier, of a block that was last used so long ago."""
-        ms = _wall_ms()
+        ms = wall_ms()
         self._uses.is_news(thing.record, now())
         self._outbox.put(thing.record, thing.row(stored_at=ms, last_used=ms - int(1000 * ago_s)))
         self.shared(thing.record, present=True)
@@ -132,7 +131,7 @@ class Publisher:
     def used(self, thing: SharedObject, ago_s: float = 0.0) -> None:
         """An object, or a copy of it on this node, was used. Told with the next changes, once an hour."""
         if self._uses.is_news(thing.record, now()):
-            self._outbox.put(thing.record, thing.row(stored_at=0, last_used=_wall_ms() - int(1000 * ago_s)))
+            self._outbox.put(thing.record, thing.row(stored_at=0, last_used=wall_ms() - int(1000 * ago_s)))
 
     def shared_page(self, records: bytes) -> int:
         """The shared tier has these records, packed. Returns how many they are."""
@@ -295,8 +294,3 @@ class Publisher:
                 self._shared.setdefault(record, present)
         self._dropped |= dict.fromkeys(split_records(delta.shared_dropped))
         self._lost.add(split_records(delta.shared_lost))
-
-
-def _wall_ms() -> int:
-    """Ms since 1970: what is told to other nodes, and outlives this one."""
-    return time.time_ns() // 1_000_000

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TypeVar
 
-__all__ = ["now", "settled", "within"]
+__all__ = ["now", "settled", "wall_ms", "within"]
 
 T = TypeVar("T")
 
@@ -15,6 +16,11 @@ T = TypeVar("T")
 def now() -> float:
     """Monotonic seconds, as the running event loop counts them."""
     return asyncio.get_running_loop().time()
+
+
+def wall_ms() -> int:
+    """Ms since 1970: what is told to other nodes, and outlives this one."""
+    return time.time_ns() // 1_000_000
 
 
 async def settled(job: asyncio.Future[T]) -> T:

@@ -57,8 +57,7 @@ _DRAIN_S = 3.0
 # A client that is not used any more may take its time, on a thread of its own.
 _LET_GO_S = 600.0
 
-# An answer is waited for this many times as long as one lookup may take: a client that is not attached to its node
-# yet takes twice as long, and another request's lookup may be before it.
+# Longest wait for an answer, in lookups: a client that attaches takes two, another request's may be before it.
 _LOOKUPS_WAITED_FOR = 4
 
 _SETTINGS = ("address", "fleet", "node_id", "tenant")
@@ -77,12 +76,10 @@ class KVFleetTier(SecondaryTierManager):
         **settings: fleet, address, node_id and tenant: see `Settings`.
 
     Raises:
-        ConfigError: a setting that does not exist, or an engine whose KV the fleet cannot tell apart from others' or
-            put together again.
+        ConfigError: a setting that does not exist, or an engine whose KV cannot be told apart, or put together again.
     """
 
-    # For vLLM's counts of hits by source, from 0.32 on. Where a chunk is differs from chunk to chunk; common to all is
-    # that they are the fleet's.
+    # For vLLM's counts of hits by source, from 0.32 on: all chunks are the fleet's, wherever they are.
     cache_hit_source: ClassVar[Any] = hit_source()
 
     def __init__(
