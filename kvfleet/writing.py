@@ -90,7 +90,7 @@ class Writing:
     def store(self, job: StoreJob) -> StoreResult:
         """All blocks of a job, batch by batch; stops at the first batch that does not get through.
 
-        Nothing is stored that builds on a block that was dropped: no lookup would find it.
+        Nothing is stored that builds on a block that was dropped, and is not here by now: no lookup would find it here.
         """
         deadline = time.monotonic() + self._config.store_timeout_s
         stored = already = 0

@@ -63,7 +63,7 @@ class Admitter:
                 wait for transfers, the saver's too, and for other writers.
             hints: of the writer.
         """
-        deadline = now() + timeout_s
+        deadline, writers_end = now() + timeout_s, 0.0
         granted: list[Granted] = []
         already: list[int] = []
         declined: list[int] = []
@@ -83,13 +83,24 @@ class Admitter:
             elif self._dram.placement.in_transfer:
                 await self.changed(remaining)
             elif not patient:
+                writers_end = writers_end or now() + _WRITERS_S
                 others = not granted and self._dram.num_reserved
-                if not (others and await self.changed(min(remaining, _WRITERS_S))):
+                if not (others and await self.changed(max(0.0, min(deadline, writers_end) - now()))):
                     break
             elif not self._dram.give_way(blocks[left[0]].block.num_bytes):
                 await self.changed(remaining)
-        granted.sort(key=lambda g: g.index)
+        stop = min(left, default=len(blocks))
+        self._give_back(granted, stop)
+        left += [g.index for g in granted if g.index > stop]
+        granted = sorted((g for g in granted if g.index < stop), key=lambda g: g.index)
         return Reservation(granted, already, left, [], declined)
+
+    def _give_back(self, granted: Sequence[Granted], stop: int) -> None:
+        """Take slots back from blocks behind one that found no room: nobody could reach them."""
+        for slot in granted:
+            if slot.index > stop:
+                self._dram.abort(slot.slot, slot.generation)
+                self.freed()
 
     async def settle(self) -> None:
         """Wait for the moves that nobody waits for."""

@@ -26,7 +26,6 @@ from kvfleet.node.waiting import now
 
 __all__ = ["LowerTiers"]
 
-
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 

@@ -170,7 +170,7 @@ class SimNode:
                     self.arena.commit(key, now, brought=False)
                 done.stored += len(granted)
                 if num_refused:  # there may be room now
-                    first += 1 + max(i for i, block in enumerate(batch) if block.key in granted)
+                    first += next(i for i, block in enumerate(batch) if not self.arena.has(block.key))
                     continue
             refused = [block.key for block in batch if not self.arena.has(block.key)]
             done.refused += tuple(refused)
