@@ -50,7 +50,6 @@ class Granting:
         self._residents = residents
         self._evictions = evictions
         self._saves = saves
-        self._speaker: dict[int, int] = {}  # by slot size: the lowest shard that wanted in
 
     def grant(self, asked: Asked, waiting: deque[int], answer: Admission) -> None:
         """Grant slots to blocks whose indexes wait, as far as it goes. They wait no longer, nor do declined ones."""
@@ -81,15 +80,11 @@ class Granting:
     def _make_room(self, asked: Asked, waiting: deque[int], answer: Admission, *, optional: bool) -> int:
         blocks = [asked.blocks[i] for i in waiting]
         size = self._slabs.slot_size(blocks[0].num_bytes)
-        newcomers = [Newcomer(block.key, block.parent, asked.now, asked.hints) for block in blocks]
+        newcomers = [Newcomer(block.key, block.parent, asked.now, asked.hints, block.shard) for block in blocks]
         declined = self._evictions.make_room(size, newcomers, asked.protected, answer, optional=optional)
         policy = self._residents.policy(size)
         if declined and policy is not None and not self._saves.takes_new(blocks[0].num_bytes):
-            # One shard speaks for all of its block; the first one may be another node's.
-            speaker = min(self._speaker.get(size, blocks[0].shard), *(block.shard for block in blocks))
-            self._speaker[size] = speaker
-            told = [n for n, block in zip(newcomers, blocks, strict=True) if block.shard == speaker]
-            policy.decline(told[-declined:])
+            policy.decline(newcomers[-declined:])
         return declined
 
     def _let_pass(self, asked: Asked, waiting: deque[int], answer: Admission, *, at_own_cost: bool) -> None:

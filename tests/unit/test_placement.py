@@ -206,6 +206,18 @@ def test_what_was_declined_is_remembered_whichever_shard_is_here(shard: int) -> 
     assert [grant.index for grant in node.placement.admit([new], 20.0, optional=True).grants] == [0]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_shards_that_come_for_one_use_are_not_its_second(order: tuple[int, int]) -> None:
+    node = Node(4, policy="second-sight")
+    for shard in order:
+        node.store([1, 2], shard=shard)
+    declined: list[list[int]] = []
+    for shard in order * 2:
+        new = NewBlock(block_key(3), shard, None, MIB)
+        declined.append(node.placement.admit([new], 100.0, optional=True).declined)
+    assert declined == [[0], [0], [], []], "each shard once; then the first is known, and the other belongs to it"
+
+
 def test_a_block_with_a_shard_being_written_stays() -> None:
     node = Node(3)
     node.store([1], shard=0)

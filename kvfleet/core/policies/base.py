@@ -23,12 +23,14 @@ class Newcomer(NamedTuple):
         parent: the key before it, resident or not; None for the first block of a prefix.
         now: seconds.
         hints: of who brings it.
+        shard: which of the block's shards it is; each is declined on its own.
     """
 
     key: BlockKey
     parent: BlockKey | None
     now: float
     hints: Hints = NO_HINTS
+    shard: int = 0
 
 
 class Policy(ABC):

@@ -53,6 +53,7 @@ class SecondSight(LeafFirstLRU):
     ) -> None:
         super().insert(key, parent, now, hints, passing=passing)
         self._seen.discard(key)
+        self._seen.discard(_shard(key, 0))  # others of it are forgotten in time
         self._seen.trim(self._seen_max)
 
     @override
@@ -63,7 +64,7 @@ class SecondSight(LeafFirstLRU):
     @override
     def decline(self, newcomers: Sequence[Newcomer]) -> None:
         for newcomer in newcomers:
-            self._seen.add(newcomer.key)
+            self._seen.add(_shard(newcomer.key, newcomer.shard))
         self._seen.trim(self._seen_max)
 
     @override
@@ -71,7 +72,7 @@ class SecondSight(LeafFirstLRU):
         chosen = super().victims(need, worth)
         if not newcomers:
             return chosen
-        known = next((i for i, newcomer in enumerate(newcomers) if newcomer.key not in self._seen), len(newcomers))
+        known = next((i for i, newcomer in enumerate(newcomers) if not self._knows(newcomer)), len(newcomers))
         gained = 0
         for index, key in enumerate(chosen):
             node = self._nodes[key]
@@ -79,3 +80,11 @@ class SecondSight(LeafFirstLRU):
                 return chosen[:index]
             gained += worth(key)
         return chosen
+
+    def _knows(self, newcomer: Newcomer) -> bool:
+        return newcomer.key in self._seen or _shard(newcomer.key, newcomer.shard) in self._seen
+
+
+def _shard(key: BlockKey, shard: int) -> BlockKey:
+    """What a declined shard is remembered as: those of one block come one after the other, for one use."""
+    return BlockKey(key + shard.to_bytes(4, "big"))
