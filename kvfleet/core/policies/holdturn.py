@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -63,7 +62,7 @@ class HoldTurn(Policy):
         self._forest: Forest[_Node] = Forest()
         self._nodes = self._forest.nodes
         self._lives = Lives(capacity)
-        self._speaker = sys.maxsize  # the lowest shard that was declined
+        self._speaker: int | None = None  # the lowest shard that was declined
         self._model = self._lives.model
         self._leaves = ClassedLeaves(self._nodes, self._entry, self._price)
         self._now = -math.inf
@@ -151,7 +150,8 @@ class HoldTurn(Policy):
     def decline(self, newcomers: Sequence[Newcomer]) -> None:
         for newcomer in newcomers:
             # One shard speaks for all of its block; the first one may be another node's.
-            self._speaker = min(self._speaker, newcomer.shard)
+            if self._speaker is None or newcomer.shard < self._speaker:
+                self._speaker = newcomer.shard
             if newcomer.shard == self._speaker and newcomer.key not in self._nodes:  # else another one was admitted
                 self._tick(newcomer.now)
                 life = self._come(newcomer.key, newcomer.parent, newcomer.now, newcomer.hints)
