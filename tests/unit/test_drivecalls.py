@@ -97,10 +97,9 @@ def test_without_a_thread_to_be_had_calls_fail_and_no_place_is_lost(monkeypatch:
         with monkeypatch.context() as patch:  # the one that there is does it
             patch.setattr(threading.Thread, "start", no_more)
             assert await asyncio.gather(*(calls.read(lambda: 1) for _ in range(3))) == [1, 1, 1]
+        await calls.idle()
         await calls.close(lambda: None)
-        while calls.num_reads:  # the thread that closed it ends a moment later
-            await asyncio.sleep(0.001)
-        assert calls.oldest() is None
+        assert (calls.num_reads, calls.oldest()) == (0, None)
 
     asyncio.run(work())
 
@@ -165,9 +164,7 @@ def test_threads_take_what_waits_and_what_comes_as_they_end() -> None:
             await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 10)
         await calls.idle()
         await calls.close(lambda: None)
-        while calls.num_reads:  # the thread that closed it ends a moment later
-            await asyncio.sleep(0.001)
-        assert calls.oldest() is None
+        assert (calls.num_reads, calls.oldest()) == (0, None)
 
     asyncio.run(work())
 
