@@ -145,7 +145,7 @@ def read_format(directory: Path, max_bytes: int) -> Format:
             form = Format(uuid.uuid4().hex, plan_drive(max_bytes).unit_bytes)
             _write(directory, json.dumps(asdict(form)))
             return form
-        text = path.read_text()
+        text = path.read_bytes()
     try:
         fields = json.loads(text)
         version = int(fields["format"])
@@ -154,7 +154,7 @@ def read_format(directory: Path, max_bytes: int) -> Format:
             if form.unit_bytes < _UNIT_MIN or form.unit_bytes & (form.unit_bytes - 1):
                 raise ValueError(f"unit_bytes is {form.unit_bytes}")
             return form
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise TierUnavailableError(TIER, f"{path}: damaged: it does not say what it should: {error}") from error
     age = "a newer" if version > FORMAT_VERSION else "an older"
     raise TierUnavailableError(

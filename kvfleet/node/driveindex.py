@@ -32,6 +32,7 @@ __all__ = ["BATCH_MAX", "DriveIndex", "index_bytes", "is_damage"]
 
 BATCH_MAX = 256  # entries changed in one transaction
 
+_RECORD_BYTES = 18
 _UNIT_KEY = struct.Struct(">I")
 _UNIT = struct.Struct("<Q")
 _DATA_FILE = "data.mdb"
@@ -165,7 +166,11 @@ class DriveIndex:
         # A transaction that stays open keeps pages from being used again: so they are short.
         with drive_errors(self._directory, "read the index"), self._env.begin(self._blocks) as txn, txn.cursor() as at:
             there = at.set_range(start)
-            return [(bytes(key), bytes(value)) for key, value in islice(at, 1024)] if there else []
+            rows = [(bytes(key), bytes(value)) for key, value in islice(at, 1024)] if there else []
+            # LMDB follows damaged pages, also back to records that were read before: that would never end.
+            if rows and (rows[-1][0] < start or any(len(record) != _RECORD_BYTES for record, _ in rows)):
+                raise lmdb.CorruptedError("records that cannot be")
+            return rows
 
     def units(self, num_units: int) -> list[int]:
         """The slab table as of the last transaction, for so many units; 0 for those that were never told.
@@ -176,6 +181,8 @@ class DriveIndex:
         table = [0] * num_units
         with drive_errors(self._directory, "read the index"), self._env.begin(self._units) as txn, txn.cursor() as at:
             for key, value in at:
+                if (len(key), len(value)) != (_UNIT_KEY.size, _UNIT.size):
+                    raise lmdb.CorruptedError("a slab table that cannot be")
                 (unit,), (entry,) = _UNIT_KEY.unpack(bytes(key)), _UNIT.unpack(bytes(value))
                 if unit < num_units:
                     table[unit] = entry

@@ -344,6 +344,43 @@ def test_another_format_is_refused_and_left_alone(
     again.close()
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xfe\x00", b'{"format": 1e999}', b"[" * 100_000])
+def test_a_damaged_format_is_refused_and_left_alone(drive: Drive, directory: Path, damage: bytes) -> None:
+    drive.close()
+    path = directory / "format.json"
+    path.write_bytes(damage)
+    with pytest.raises(TierUnavailableError, match="damaged"):
+        open_drive(directory)
+    assert path.read_bytes() == damage
+
+
+@pytest.mark.parametrize("table", [b"blocks", b"units"])
+def test_rows_of_an_index_that_cannot_be_are_damage(drive: Drive, directory: Path, table: bytes) -> None:
+    store(drive, 1, 4096)
+    drive.close()
+    with (
+        lmdb.open(str(directory / "index"), max_dbs=3, map_size=16 * MIB) as env,
+        env.begin(env.open_db(table), write=True) as txn,
+    ):
+        txn.put(b"odd", b"")
+    with pytest.raises(TierUnavailableError, match="that cannot be") as refused:
+        open_drive(directory)
+    assert is_damage(refused.value)
+
+
+def test_an_index_that_leads_back_to_what_was_read_is_damage(drive: Drive, directory: Path) -> None:
+    drive.close()
+    index = DriveIndex(directory / "index", 4096)
+    index.apply([entry_of(number, number * 4096, 4096) for number in range(200)])
+    records = [record for record, _ in index.entries()]
+    index.close()
+    data = directory / "index" / "data.mdb"
+    data.write_bytes(data.read_bytes().replace(records[-1], bytes(18)))
+    with pytest.raises(TierUnavailableError, match="that cannot be") as refused:
+        open_drive(directory)
+    assert is_damage(refused.value)
+
+
 def test_only_the_same_drive_comes_back(drive: Drive, directory: Path, arena_root: Path) -> None:
     drive.close()
     open_drive(directory, drive_id=drive.drive_id).close()
